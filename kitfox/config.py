@@ -1,0 +1,226 @@
+"""One frozen tree of settings: `EngineConfig` is what a user chose, `ModelConfig` is what a checkpoint says.
+
+No torch and no I/O here: `kitfox plan` and the server process read these without either.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from kitfox.errors import ConfigError
+
+CacheOrganisation = Literal["paged", "radix", "none"]
+CACHE_ORGANISATIONS: tuple[CacheOrganisation, ...] = ("paged", "radix", "none")
+EvictionPolicy = Literal["lru", "lfu", "slru", "priority"]
+EVICTION_POLICIES: tuple[EvictionPolicy, ...] = ("lru", "lfu", "slru", "priority")
+SchedulingPolicy = Literal["fcfs", "priority", "lpm"]
+SCHEDULING_POLICIES: tuple[SchedulingPolicy, ...] = ("fcfs", "priority", "lpm")
+DType = Literal["auto", "float32", "bfloat16", "float16"]
+DTYPES: tuple[DType, ...] = ("auto", "float32", "bfloat16", "float16")
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+def _check(condition: bool, name: str, limit: str, given: object) -> None:
+    if not condition:
+        raise ConfigError(f"{name} {limit}. Given: {given!r}", param=name)
+
+
+@dataclass(frozen=True)
+class ModelOptions:
+    """Which model to serve and how to load it.
+
+    Attributes:
+        model: alias (`smollm2-135m`), directory, `.gguf` file or hub id.
+        tokenizer: where the tokenizer is, when not beside the model.
+        served_model_names: names the API answers to; empty means the name given as `model`.
+        max_model_len: longest prompt plus output, in tokens; None means what the checkpoint says, -1 the longest
+            that fits in memory.
+        load_format: "auto", "safetensors", "gguf" or "dummy" (random weights, for tests and sizing).
+        chat_template: jinja2 text or a path to it; None means the model's own.
+    """
+
+    model: str = "smollm2-135m"
+    tokenizer: str | None = None
+    revision: str | None = None
+    served_model_names: tuple[str, ...] = ()
+    dtype: DType = "auto"
+    max_model_len: int | None = None
+    load_format: Literal["auto", "safetensors", "gguf", "dummy"] = "auto"
+    chat_template: str | None = None
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        _check(self.dtype in DTYPES, "dtype", f"must be one of {', '.join(DTYPES)}", self.dtype)
+        length = self.max_model_len
+        _check(length is None or length >= 1 or length == -1, "max_model_len", "must be >= 1, or -1 for auto", length)
+
+    @property
+    def served_name(self) -> str:
+        return self.served_model_names[0] if self.served_model_names else self.model
+
+
+@dataclass(frozen=True)
+class CacheConfig:
+    """How KV is organised and how much of it there is.
+
+    Attributes:
+        organisation: "paged" (chained block hashes), "radix" (token-exact tree) or "none".
+        block_size: tokens in a block, for every organisation.
+        dtype: KV element type; "auto" follows the model's dtype.
+        num_blocks: exact pool size; overrides memory_bytes and memory_fraction.
+        memory_bytes: bytes for KV; overrides memory_fraction.
+        memory_fraction: share of the device's memory for weights, activations and KV together.
+        eviction_policy: which radix leaves go first; paged is always LRU.
+    """
+
+    organisation: CacheOrganisation = "paged"
+    block_size: int = 32
+    dtype: DType = "auto"
+    num_blocks: int | None = None
+    memory_bytes: int | None = None
+    memory_fraction: float = 0.5
+    eviction_policy: EvictionPolicy = "lru"
+
+    def __post_init__(self) -> None:
+        names = ", ".join(CACHE_ORGANISATIONS)
+        _check(self.organisation in CACHE_ORGANISATIONS, "cache", f"must be one of {names}", self.organisation)
+        _check(1 <= self.block_size <= 1024, "block_size", "must be in [1, 1024]", self.block_size)
+        _check(self.num_blocks is None or self.num_blocks >= 1, "num_blocks", "must be >= 1", self.num_blocks)
+        _check(self.memory_bytes is None or self.memory_bytes >= 1, "memory_bytes", "must be >= 1", self.memory_bytes)
+        _check(0 < self.memory_fraction <= 1, "memory_fraction", "must be in (0, 1]", self.memory_fraction)
+        _check(
+            self.eviction_policy in EVICTION_POLICIES,
+            "eviction_policy",
+            f"must be one of {', '.join(EVICTION_POLICIES)}",
+            self.eviction_policy,
+        )
+
+
+@dataclass(frozen=True)
+class SchedulerConfig:
+    """Who runs, how many, and with how many tokens a step.
+
+    Attributes:
+        max_num_seqs: most requests in one step.
+        max_num_batched_tokens: the token budget of one step.
+        enable_chunked_prefill: a prompt may be split over steps; off, it must fit the budget whole.
+        long_prefill_token_threshold: cap on one prompt's share of a step while others wait; 0 means none.
+        max_num_queued_requests: waiting requests beyond this are refused with 429.
+    """
+
+    policy: SchedulingPolicy = "fcfs"
+    max_num_seqs: int = 128
+    max_num_batched_tokens: int = 2048
+    enable_chunked_prefill: bool = True
+    long_prefill_token_threshold: int = 0
+    max_num_queued_requests: int = 4096
+
+    def __post_init__(self) -> None:
+        _check(
+            self.policy in SCHEDULING_POLICIES,
+            "scheduling_policy",
+            f"must be one of {', '.join(SCHEDULING_POLICIES)}",
+            self.policy,
+        )
+        _check(self.max_num_seqs >= 1, "max_num_seqs", "must be >= 1", self.max_num_seqs)
+        _check(self.max_num_batched_tokens >= 1, "max_num_batched_tokens", "must be >= 1", self.max_num_batched_tokens)
+        threshold = self.long_prefill_token_threshold
+        _check(threshold >= 0, "long_prefill_token_threshold", "must be >= 0", threshold)
+        queued = self.max_num_queued_requests
+        _check(queued >= 1, "max_num_queued_requests", "must be >= 1", queued)
+
+
+@dataclass(frozen=True)
+class DeviceConfig:
+    """Where the arithmetic happens: "auto" is CUDA when torch sees a device, else CPU. num_threads 0 means all cores."""
+
+    device: str = "auto"
+    num_threads: int = 0
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """Everything the engine needs to know, built once from flags, a file or keyword arguments."""
+
+    model: ModelOptions = field(default_factory=ModelOptions)
+    cache: CacheConfig = field(default_factory=CacheConfig)
+    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    device: DeviceConfig = field(default_factory=DeviceConfig)
+    max_logprobs: int = 20
+    trace_capacity: int = 65536
+
+    def replace(self, **sections: dict[str, Any]) -> EngineConfig:
+        """A copy with fields of its sections replaced: `config.replace(cache={"block_size": 16})`."""
+        changed = {name: dataclasses.replace(getattr(self, name), **values) for name, values in sections.items()}
+        return dataclasses.replace(self, **changed)
+
+
+@dataclass(frozen=True)
+class RopeScaling:
+    """How rotary frequencies are stretched.
+
+    Attributes:
+        kind: "linear", "llama3", "yarn" or "dynamic" as checkpoints spell it.
+        factor: the stretch.
+        low_freq_factor, high_freq_factor, original_max_position_embeddings: Llama 3's band limits.
+    """
+
+    kind: str
+    factor: float
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_max_position_embeddings: int = 8192
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """What a checkpoint says about its shape, read from `config.json` or GGUF metadata.
+
+    Attributes:
+        architecture: the class name of `config.json` ("LlamaForCausalLM"); GGUF names are mapped to it.
+        sliding_window: window in tokens of the sliding layers, None when every layer is global.
+        sliding_layers: one flag a layer; empty when no layer slides.
+        rope_local_theta: rope base of sliding layers where it differs (Gemma 3).
+        query_scale: softmax scale; None means head_dim ** -0.5.
+        logit_softcap, attention_softcap: c in c * tanh(x / c), None when absent.
+        eos_token_ids: every token that ends a generation.
+        stored_bytes: size of the weights as stored on disk.
+    """
+
+    architecture: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    max_position_embeddings: int
+    rms_norm_eps: float = 1e-6
+    rope_theta: float = 10000.0
+    rope_local_theta: float | None = None
+    rope_scaling: RopeScaling | None = None
+    tie_word_embeddings: bool = False
+    attention_bias: bool = False
+    attention_output_bias: bool = False
+    mlp_bias: bool = False
+    hidden_act: str = "silu"
+    sliding_window: int | None = None
+    sliding_layers: tuple[bool, ...] = ()
+    query_scale: float | None = None
+    logit_softcap: float | None = None
+    attention_softcap: float | None = None
+    bos_token_id: int | None = None
+    eos_token_ids: tuple[int, ...] = ()
+    dtype: str = "float32"
+    stored_bytes: int = 0
+
+    @property
+    def softmax_scale(self) -> float:
+        return self.query_scale if self.query_scale is not None else float(self.head_dim) ** -0.5
+
+    def kv_bytes_per_token(self, element_bytes: int) -> int:
+        """Bytes of K and V that one token keeps over all layers."""
+        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * element_bytes

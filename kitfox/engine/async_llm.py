@@ -1,0 +1,277 @@
+"""AsyncLLM: one asyncio stream per request over an engine process, which it watches and restarts. No torch here."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+
+from kitfox.config import EngineConfig, ModelConfig
+from kitfox.engine.client import EngineFailed, EngineReady, ProcessClient, StepDone, TraceAnswer
+from kitfox.engine.input_processor import EngineLimits, InputProcessor
+from kitfox.engine.output_processor import OutputProcessor
+from kitfox.errors import EngineDeadError, InvalidParameterError, KitfoxError, QueueFullError, ShuttingDownError
+from kitfox.outputs import EngineStats, RequestOutput
+from kitfox.request import SamplingParams
+from kitfox.tokenizer import load_tokenizer
+from kitfox.tracing import TraceEvent, Tracer
+
+logger = logging.getLogger("kitfox.engine")
+
+STALLED_AFTER_S = 60.0  # requests in flight and no step for this long: /health says so
+MAX_RESTARTS = 3  # in a row, without a finished step between them
+
+StartEngine = Callable[[], ProcessClient]
+
+
+class AsyncLLM:
+    """Serves requests concurrently; every stream ends with an answer or an error, whatever happens to the engine."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        model_config: ModelConfig,
+        path: Path,
+        *,
+        max_model_len: int,
+        num_blocks: int,
+        start_engine: StartEngine,
+    ):
+        self.config = config
+        self.model_config = model_config
+        self.max_model_len = max_model_len
+        self.stats = EngineStats(num_blocks=num_blocks, num_free_blocks=num_blocks, block_size=config.cache.block_size)
+        self.tracer = Tracer(config.trace_capacity)
+        self.started_at = time.time()
+        self.phases: list[tuple[str, float]] = []
+        self._start_engine = start_engine
+        self._client = start_engine()  # first, so that the engine loads while the tokenizer does
+        template = config.model.chat_template
+        tokenizer_path = Path(config.model.tokenizer) if config.model.tokenizer else path
+        self.tokenizer = load_tokenizer(tokenizer_path, template)
+        eos_token_ids = tuple(sorted({*model_config.eos_token_ids, *self.tokenizer.eos_token_ids}))
+        self._input_processor = InputProcessor(
+            EngineLimits(
+                vocab_size=model_config.vocab_size,
+                max_model_len=max_model_len,
+                capacity_tokens=num_blocks * config.cache.block_size,
+                max_logprobs=config.max_logprobs,
+                eos_token_ids=eos_token_ids,
+            )
+        )
+        self._output_processor = OutputProcessor(self.tokenizer)
+        self._streams: dict[str, asyncio.Queue[RequestOutput | KitfoxError]] = {}
+        self._trace_waiters: dict[str, list[asyncio.Future[list[TraceEvent]]]] = {}
+        self._state = "starting"
+        self._detail = "the engine is loading the model"
+        self._ready = asyncio.Event()
+        self._last_news_time_s = time.monotonic()
+        self._num_restarts = 0
+        self._receiver: asyncio.Task[None] | None = None
+
+    # ---- life ---------------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Begin to listen to the engine; needs a running event loop. Requests may be added at once, they wait."""
+        if self._receiver is None:
+            self._receiver = asyncio.get_running_loop().create_task(self._receive_forever())
+
+    async def wait_until_ready(self) -> None:
+        """Return once the engine serves.
+
+        Raises:
+            EngineDeadError: it could not start.
+        """
+        self.start()
+        await self._ready.wait()
+        if self._state == "dead":
+            raise EngineDeadError(self._detail)
+
+    @property
+    def health(self) -> str:
+        """ "starting", "ok", "stalled", "draining" or "dead"."""
+        waiting_since = time.monotonic() - self._last_news_time_s
+        if self._state == "ok" and self._streams and waiting_since > STALLED_AFTER_S:
+            return "stalled"
+        return self._state
+
+    @property
+    def health_detail(self) -> str:
+        if self.health == "stalled":
+            return f"no step finished for {time.monotonic() - self._last_news_time_s:.0f} s with requests running"
+        return self._detail
+
+    async def shutdown(self, drain_s: float = 0.0) -> None:
+        """Take no more requests, let the running ones finish for up to drain_s seconds, end the engine."""
+        self._state = "draining" if self._state != "dead" else "dead"
+        self._detail = "the server is shutting down"
+        deadline = time.monotonic() + drain_s
+        while self._streams and time.monotonic() < deadline:
+            await asyncio.sleep(0.02)
+        if self._receiver is not None:
+            self._receiver.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._receiver
+        self._fail_everything(ShuttingDownError("the server shut down before the answer was complete"))
+        await asyncio.to_thread(self._client.shutdown)
+
+    # ---- requests -----------------------------------------------------------------------------------------------
+
+    async def add_request(
+        self,
+        prompt_token_ids: list[int],
+        sampling: SamplingParams,
+        *,
+        request_id: str,
+        prompt: str | None = None,
+        priority: int = 0,
+        cache_salt: str | None = None,
+    ) -> AsyncIterator[RequestOutput]:
+        """Check a request, hand it to the engine, and return the stream of its deltas.
+
+        Leaving the stream early (or cancelling the task that reads it) aborts the request.
+
+        Raises:
+            RequestError: it is wrong. QueueFullError: no room to wait. ShuttingDownError, EngineDeadError: as they say.
+        """
+        self._check_open()
+        if request_id in self._output_processor:
+            raise InvalidParameterError("request_id", "must not be one that is being served", request_id)
+        requests = self._input_processor.process(
+            prompt_token_ids, sampling, request_id=request_id, priority=priority, cache_salt=cache_salt
+        )
+        scheduler = self.config.scheduler
+        room = scheduler.max_num_seqs + scheduler.max_num_queued_requests - self._output_processor.num_unfinished
+        if room < len(requests):
+            raise QueueFullError(
+                f"the queue is full: {self._output_processor.num_unfinished} requests are running or waiting, "
+                f"at most {scheduler.max_num_seqs} run and {scheduler.max_num_queued_requests} wait"
+            )
+        self.tracer.emit("received", request_id, prompt=len(prompt_token_ids), n=sampling.n)
+        self._output_processor.add_request(requests, sampling, prompt)
+        queue: asyncio.Queue[RequestOutput | KitfoxError] = asyncio.Queue()
+        self._streams[request_id] = queue
+        if len(self._streams) == 1:
+            self._last_news_time_s = time.monotonic()
+        self._client.add_requests(requests)
+        return self._stream(request_id, queue)
+
+    def _check_open(self) -> None:
+        if self._state == "draining":
+            raise ShuttingDownError("the server is shutting down and takes no new requests")
+        if self._state == "dead":
+            raise EngineDeadError(f"the engine is not running: {self._detail}")
+
+    async def _stream(
+        self, request_id: str, queue: asyncio.Queue[RequestOutput | KitfoxError]
+    ) -> AsyncIterator[RequestOutput]:
+        try:
+            while True:
+                output = await queue.get()
+                if isinstance(output, KitfoxError):
+                    raise output
+                yield output
+                if output.finished:
+                    return
+        finally:
+            self.abort(request_id)
+
+    def abort(self, request_id: str) -> None:
+        """End a request; its blocks are free before the engine's next step. Unknown ids are harmless."""
+        self._streams.pop(request_id, None)
+        unfinished = self._output_processor.abort(request_id)
+        if unfinished:
+            self.tracer.emit("aborted", request_id)
+            self._client.abort(unfinished)
+
+    async def trace(self, request_id: str) -> list[TraceEvent]:
+        """Events of a request from both processes, in order of time; empty for an unknown id."""
+        mine = self.tracer.of_request(request_id)
+        if self._state in ("ok", "draining"):
+            answer: asyncio.Future[list[TraceEvent]] = asyncio.get_running_loop().create_future()
+            self._trace_waiters.setdefault(request_id, []).append(answer)
+            self._client.query_trace(request_id)
+            mine += await answer
+        return sorted(mine, key=lambda event: event.time_s)
+
+    # ---- the engine's side --------------------------------------------------------------------------------------
+
+    async def _receive_forever(self) -> None:
+        while True:
+            try:
+                await self._receive_until_it_fails()
+            except EngineDeadError as error:
+                if not self._restart(error):
+                    return
+
+    async def _receive_until_it_fails(self) -> None:
+        while True:
+            reply = await self._client.receive()
+            self._last_news_time_s = time.monotonic()
+            match reply:
+                case StepDone():
+                    self._num_restarts = 0
+                    self._deliver(reply)
+                case EngineReady():
+                    self.phases = reply.phases
+                    if self._state == "starting":
+                        self._state, self._detail = "ok", ""
+                    self._ready.set()
+                case TraceAnswer():
+                    for waiter in self._trace_waiters.pop(reply.request_id, []):
+                        if not waiter.done():
+                            waiter.set_result(reply.events)
+                case EngineFailed():
+                    logger.error("the engine failed: %s\n%s", reply.cause, reply.detail)
+                    raise EngineDeadError(reply.cause)
+
+    def _deliver(self, step: StepDone) -> None:
+        if step.outputs.stats is not None:
+            self.stats = step.outputs.stats
+        news, to_abort = self._output_processor.process(step.outputs.outputs)
+        if to_abort:
+            self._client.abort(to_abort)
+        for output in news:
+            queue = self._streams.get(output.request_id)
+            if queue is None:
+                continue
+            error = output.metadata.get("error")
+            if error is not None:
+                queue.put_nowait(KitfoxError(error))
+                continue
+            queue.put_nowait(output)
+            if output.finished:
+                self.tracer.emit("answered", output.request_id)
+                del self._streams[output.request_id]
+
+    def _restart(self, error: EngineDeadError) -> bool:
+        """Answer every open request with the error and start a new engine, unless it keeps dying."""
+        self._fail_everything(EngineDeadError(f"the engine failed while this request was open: {error.message}"))
+        draining = self._state == "draining"
+        never_ready = not self._ready.is_set()
+        self._client.shutdown()
+        if draining or never_ready or self._num_restarts >= MAX_RESTARTS:
+            self._state, self._detail = "dead", error.message
+            self._ready.set()
+            logger.error("the engine is not restarted: %s", error.message)
+            return False
+        self._num_restarts += 1
+        self._state, self._detail = "starting", f"the engine is being restarted: {error.message}"
+        logger.error("restarting the engine (%d of %d): %s", self._num_restarts, MAX_RESTARTS, error.message)
+        self._client = self._start_engine()
+        return True
+
+    def _fail_everything(self, error: KitfoxError) -> None:
+        for request_id in self._output_processor.unfinished_request_ids():
+            self._output_processor.abort(request_id)
+        for queue in self._streams.values():
+            queue.put_nowait(error)
+        self._streams.clear()
+        for waiters in self._trace_waiters.values():
+            for waiter in waiters:
+                if not waiter.done():
+                    waiter.set_result([])
+        self._trace_waiters.clear()

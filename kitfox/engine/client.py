@@ -1,0 +1,217 @@
+"""How a front end reaches an engine core: the same calls in this process, or to an engine process.
+
+Between processes there are two ZeroMQ PUSH/PULL pairs and msgspec messages; the engine sends one message a step.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import multiprocessing
+import os
+import tempfile
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from multiprocessing.process import BaseProcess
+
+import msgspec
+import zmq
+import zmq.asyncio
+
+from kitfox.config import EngineConfig
+from kitfox.engine.core import EngineCore
+from kitfox.errors import EngineDeadError
+from kitfox.outputs import EngineOutputs
+from kitfox.request import EngineRequest
+from kitfox.tracing import TraceEvent
+
+logger = logging.getLogger("kitfox.engine")
+
+
+class AddRequests(msgspec.Struct, tag="add", frozen=True):
+    requests: list[EngineRequest]
+
+
+class AbortRequests(msgspec.Struct, tag="abort", frozen=True):
+    request_ids: list[str]
+
+
+class QueryTrace(msgspec.Struct, tag="trace", frozen=True):
+    request_id: str
+
+
+class StopEngine(msgspec.Struct, tag="stop", frozen=True):
+    pass
+
+
+EngineMessage = AddRequests | AbortRequests | QueryTrace | StopEngine
+
+
+class EngineReady(msgspec.Struct, tag="ready", frozen=True):
+    """The engine can serve: what it really allocated, and how long each phase of its start took."""
+
+    num_blocks: int
+    block_size: int
+    phases: list[tuple[str, float]]
+
+
+class StepDone(msgspec.Struct, tag="step", frozen=True):
+    outputs: EngineOutputs
+
+
+class TraceAnswer(msgspec.Struct, tag="trace", frozen=True):
+    request_id: str
+    events: list[TraceEvent]
+
+
+class EngineFailed(msgspec.Struct, tag="failed", frozen=True):
+    """The engine is about to exit; `cause` is one line, `detail` the traceback for the log."""
+
+    cause: str
+    detail: str
+
+
+EngineReply = EngineReady | StepDone | TraceAnswer | EngineFailed
+
+encoder = msgspec.msgpack.Encoder()
+message_decoder = msgspec.msgpack.Decoder(EngineMessage)
+reply_decoder = msgspec.msgpack.Decoder(EngineReply)
+
+
+class EngineClient(ABC):
+    """Hand requests to an engine core and take their news back."""
+
+    @abstractmethod
+    def add_requests(self, requests: list[EngineRequest]) -> None:
+        """Queue checked requests in the core."""
+
+    @abstractmethod
+    def abort(self, request_ids: list[str]) -> None:
+        """End requests in whatever state they are; unknown ids are harmless."""
+
+    @abstractmethod
+    def shutdown(self) -> None:
+        """Stop the core and give back what it holds. May be called twice."""
+
+
+class InProcessClient(EngineClient):
+    """The core in this process; the caller turns the crank."""
+
+    def __init__(self, core: EngineCore):
+        self.core = core
+
+    def add_requests(self, requests: list[EngineRequest]) -> None:
+        for request in requests:
+            self.core.add_request(request)
+
+    def abort(self, request_ids: list[str]) -> None:
+        self.core.abort(request_ids)
+
+    def step(self) -> EngineOutputs:
+        return self.core.step()
+
+    @property
+    def has_work(self) -> bool:
+        return self.core.has_work
+
+    def shutdown(self) -> None:
+        self.core.abort(list(self.core.scheduler.requests))
+
+
+class ProcessClient(EngineClient):
+    """The core in a process of its own, so that this one needs no torch and never waits for a step."""
+
+    def __init__(self, config: EngineConfig, num_blocks: int, run_engine: Callable[..., None]):
+        """Start the process.
+
+        Args:
+            run_engine: a module-level function `(config, num_blocks, requests_address, replies_address)`; it is the
+                target of the new process.
+        """
+        self._folder = tempfile.TemporaryDirectory(prefix="kitfox-")
+        requests_address = f"ipc://{self._folder.name}/requests"
+        replies_address = f"ipc://{self._folder.name}/replies"
+        context = zmq.asyncio.Context.instance()
+        self._requests = context.socket(zmq.PUSH)
+        self._requests.set_hwm(0)
+        self._requests.bind(requests_address)
+        self._replies = context.socket(zmq.PULL)
+        self._replies.set_hwm(0)
+        self._replies.bind(replies_address)
+        # zmq.asyncio sends return futures; a plain shadow of the same socket sends at once, and the queue is unbounded.
+        self._send_socket = zmq.Socket.shadow(self._requests)
+        self.process: BaseProcess = multiprocessing.get_context("spawn").Process(
+            target=run_engine, args=(config, num_blocks, requests_address, replies_address), name="kitfox-engine"
+        )
+        self.process.start()
+
+    @property
+    def pid(self) -> int | None:
+        return self.process.pid
+
+    def _send(self, message: EngineMessage) -> None:
+        self._send_socket.send(encoder.encode(message), zmq.NOBLOCK)
+
+    def add_requests(self, requests: list[EngineRequest]) -> None:
+        self._send(AddRequests(requests))
+
+    def abort(self, request_ids: list[str]) -> None:
+        self._send(AbortRequests(request_ids))
+
+    def query_trace(self, request_id: str) -> None:
+        """Ask for a request's events; a TraceAnswer follows."""
+        self._send(QueryTrace(request_id))
+
+    async def receive(self) -> EngineReply:
+        """The next reply.
+
+        Raises:
+            EngineDeadError: the process ended, with its exit code.
+        """
+        loop = asyncio.get_running_loop()
+        died = loop.create_future()
+        sentinel = self.process.sentinel
+        loop.add_reader(sentinel, lambda: died.done() or died.set_result(None))
+        reply = asyncio.ensure_future(self._receive_bytes())
+        try:
+            await asyncio.wait((reply, died), return_when=asyncio.FIRST_COMPLETED)
+            if not reply.done():  # its last words may still be on the way
+                await asyncio.wait((reply,), timeout=0.2)
+            if not reply.done():
+                raise EngineDeadError(f"the engine process ended with exit code {self.process.exitcode}")
+            return reply_decoder.decode(reply.result())
+        finally:
+            loop.remove_reader(sentinel)
+            reply.cancel()
+
+    async def _receive_bytes(self) -> bytes:
+        return await self._replies.recv()
+
+    def shutdown(self) -> None:
+        if self._requests.closed:
+            return
+        if self.process.is_alive():
+            self._send(StopEngine())
+            self.process.join(timeout=2.0)
+        if self.process.is_alive():
+            logger.warning("the engine process %s did not stop in 2 s; it is killed", self.process.pid)
+            self.process.kill()
+            self.process.join()
+        for socket in (self._requests, self._replies):
+            socket.close(linger=0)
+        self._folder.cleanup()
+
+
+def exit_with_parent() -> None:
+    """End this process when the one that started it ends, however it ended."""
+    import threading
+
+    parent = multiprocessing.parent_process()
+    if parent is None:
+        return
+
+    def wait_for_parent() -> None:
+        parent.join()
+        os._exit(0)
+
+    threading.Thread(target=wait_for_parent, daemon=True, name="parent-watch").start()

@@ -1,0 +1,153 @@
+"""Composition root: configuration -> executor, KV cache, scheduler, core. The only part of the engine that knows torch."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import zmq
+
+from kitfox.config import EngineConfig, ModelConfig
+from kitfox.engine.client import (
+    AbortRequests,
+    AddRequests,
+    EngineFailed,
+    EngineReady,
+    EngineReply,
+    QueryTrace,
+    StepDone,
+    StopEngine,
+    TraceAnswer,
+    encoder,
+    exit_with_parent,
+    message_decoder,
+)
+from kitfox.engine.core import EngineCore
+from kitfox.engine.scheduler import Scheduler
+from kitfox.kv_cache.manager import make_kv_cache_manager
+from kitfox.tracing import Tracer
+
+if TYPE_CHECKING:
+    from kitfox.engine.async_llm import AsyncLLM
+    from kitfox.executor.executor import Executor
+
+logger = logging.getLogger("kitfox.engine")
+
+
+def make_core(config: EngineConfig, executor: Executor, num_blocks: int, tracer: Tracer) -> EngineCore:
+    kv_cache = make_kv_cache_manager(config.cache, num_blocks)
+    scheduler = Scheduler(
+        config.scheduler, kv_cache, tracer, shares_prefixes=config.cache.organisation != "none"
+    )
+    return EngineCore(scheduler, executor, tracer)
+
+
+def load_core(
+    config: EngineConfig,
+    model_config: ModelConfig,
+    path: Path,
+    num_blocks: int,
+    on_phase: Callable[[str, float], None],
+) -> EngineCore:
+    """Load the model and make everything around it; `on_phase` hears of each phase and its seconds."""
+    started = time.monotonic()
+    from kitfox.executor.executor import Executor  # importing torch is a phase of its own
+
+    on_phase("import torch", time.monotonic() - started)
+    executor = Executor(config, model_config, path, num_blocks, on_phase)
+    return make_core(config, executor, num_blocks, Tracer(config.trace_capacity))
+
+
+def run_engine(config: EngineConfig, num_blocks: int, requests_address: str, replies_address: str) -> None:
+    """The engine process: load, say so, and turn the crank until told to stop."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the front end's to handle
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    exit_with_parent()
+    context = zmq.Context()
+    replies = context.socket(zmq.PUSH)
+    replies.set_hwm(0)
+    replies.connect(replies_address)
+
+    def reply(message: EngineReply) -> None:
+        replies.send(encoder.encode(message))
+
+    try:
+        requests = context.socket(zmq.PULL)
+        requests.set_hwm(0)
+        requests.connect(requests_address)
+        core = _load_for_process(config, num_blocks, reply)
+        _serve_requests(core, requests, reply)
+    except Exception as error:
+        reply(EngineFailed(cause=f"{type(error).__name__}: {error}", detail=traceback.format_exc()))
+        context.destroy(linger=2000)
+        sys.exit(1)
+    context.destroy(linger=2000)
+
+
+def _load_for_process(config: EngineConfig, num_blocks: int, reply: Callable[[EngineReply], None]) -> EngineCore:
+    from kitfox.weights.hub import resolve_model
+    from kitfox.weights.model_config import read_model_config
+
+    phases: list[tuple[str, float]] = []
+    path = resolve_model(config.model.model, revision=config.model.revision).path
+    core = load_core(
+        config, read_model_config(path), path, num_blocks, lambda name, seconds: phases.append((name, seconds))
+    )
+    gc.collect()
+    gc.freeze()  # what is loaded now stays; later collections need not look at it
+    reply(EngineReady(num_blocks=num_blocks, block_size=config.cache.block_size, phases=phases))
+    return core
+
+
+def _serve_requests(core: EngineCore, requests: zmq.Socket[bytes], reply: Callable[[EngineReply], None]) -> None:
+    while True:
+        # Idle, wait for a message; busy, only take what is there: an abort is honoured before the next step.
+        wait = not core.has_work and not core.scheduler.has_news_for_executor
+        while requests.poll(None if wait else 0):
+            message = message_decoder.decode(requests.recv())
+            wait = False
+            match message:
+                case AddRequests():
+                    for request in message.requests:
+                        core.add_request(request)
+                case AbortRequests():
+                    core.abort(message.request_ids)
+                case QueryTrace():
+                    events = core.tracer.of_request(message.request_id)
+                    reply(TraceAnswer(request_id=message.request_id, events=events))
+                case StopEngine():
+                    return
+        if core.has_work or core.scheduler.has_news_for_executor:
+            reply(StepDone(core.step()))
+
+
+def async_llm(config: EngineConfig) -> AsyncLLM:
+    """An AsyncLLM whose engine process is being started.
+
+    Raises:
+        ConfigError: it cannot fit this machine. ModelNotFoundError, UnsupportedModelError: as they say.
+    """
+    from kitfox.engine.async_llm import AsyncLLM
+    from kitfox.engine.client import ProcessClient
+    from kitfox.plan import make_plan
+    from kitfox.weights.hub import resolve_model
+    from kitfox.weights.model_config import read_model_config
+
+    path = resolve_model(config.model.model, revision=config.model.revision).path
+    model_config = read_model_config(path)
+    plan = make_plan(config, model_config)
+    return AsyncLLM(
+        config,
+        model_config,
+        path,
+        max_model_len=plan.max_model_len,
+        num_blocks=plan.num_blocks,
+        start_engine=lambda: ProcessClient(config, plan.num_blocks, run_engine),
+    )

@@ -1,0 +1,238 @@
+"""LLM: the offline API. The engine runs in this process; a call returns when every prompt is answered."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from kitfox.config import CacheConfig, DeviceConfig, EngineConfig, ModelOptions, SchedulerConfig
+from kitfox.engine.client import InProcessClient
+from kitfox.engine.input_processor import EngineLimits, InputProcessor
+from kitfox.engine.output_processor import OutputProcessor
+from kitfox.errors import ConfigError, InvalidParameterError, KitfoxError
+from kitfox.outputs import CompletionOutput, EngineStats, RequestOutput
+from kitfox.request import SamplingParams
+from kitfox.tokenizer import load_tokenizer
+
+Prompt = str | list[int] | dict[str, Any]
+
+
+class LLM:
+    """A model for batches of prompts: `LLM("smollm2-135m").generate(["A quick brown fox"], SamplingParams())`."""
+
+    def __init__(self, model: str = "smollm2-135m", *, config: EngineConfig | None = None, **options: Any):
+        """Load a model.
+
+        Args:
+            config: the whole configuration; `model` and options are then not given.
+            options: fields of ModelOptions, CacheConfig, SchedulerConfig or DeviceConfig by name, such as
+                max_model_len=2048, cache="radix", block_size=16, max_num_seqs=8, num_threads=2.
+
+        Raises:
+            ConfigError: an option nobody knows, or a value out of range.
+        """
+        from kitfox.engine.launch import load_core
+        from kitfox.plan import make_plan
+        from kitfox.weights.hub import resolve_model
+        from kitfox.weights.model_config import read_model_config
+
+        self.config = config or config_from_options(model, options)
+        path = resolve_model(self.config.model.model, revision=self.config.model.revision).path
+        self.model_config = read_model_config(path)
+        plan = make_plan(self.config, self.model_config)
+        self.max_model_len = plan.max_model_len
+        tokenizer_path = Path(self.config.model.tokenizer) if self.config.model.tokenizer else path
+        self.tokenizer = load_tokenizer(tokenizer_path, self.config.model.chat_template)
+        core = load_core(self.config, self.model_config, path, plan.num_blocks, lambda name, seconds: None)
+        self._client = InProcessClient(core)
+        self._input_processor = InputProcessor(
+            EngineLimits(
+                vocab_size=self.model_config.vocab_size,
+                max_model_len=self.max_model_len,
+                capacity_tokens=plan.num_blocks * self.config.cache.block_size,
+                max_logprobs=self.config.max_logprobs,
+                eos_token_ids=tuple(sorted({*self.model_config.eos_token_ids, *self.tokenizer.eos_token_ids})),
+            )
+        )
+        self._output_processor = OutputProcessor(self.tokenizer)
+        self._num_requests = 0
+
+    @property
+    def stats(self) -> EngineStats:
+        return self._client.core.scheduler.stats()
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+        priority: Sequence[int] | None = None,
+        cache_salt: str | None = None,
+    ) -> list[RequestOutput]:
+        """Answer every prompt; the answers come in the order of the prompts.
+
+        Args:
+            prompts: texts, lists of token ids, or `{"prompt": ...}` / `{"prompt_token_ids": ...}`; one or several.
+            sampling_params: one for all, or one for each.
+            use_tqdm: show a progress bar.
+
+        Raises:
+            RequestError: one of the prompts or its parameters is wrong; none is then started.
+        """
+        several = prompts if isinstance(prompts, list | tuple) and not _is_token_ids(prompts) else [prompts]
+        encoded = [self._encode(prompt) for prompt in several]
+        params = _one_for_each(sampling_params or SamplingParams(), len(encoded), "sampling_params")
+        priorities = _one_for_each(priority or 0, len(encoded), "priority")
+        checked = []
+        for (text, token_ids), sampling, rank in zip(encoded, params, priorities, strict=True):
+            self._num_requests += 1
+            requests = self._input_processor.process(
+                token_ids, sampling, request_id=str(self._num_requests), priority=rank, cache_salt=cache_salt
+            )
+            checked.append((requests, sampling, text))
+        for requests, sampling, text in checked:
+            self._output_processor.add_request(requests, sampling, text)
+            self._client.add_requests(requests)
+        return self._run([requests[0].request_id for requests, _, _ in checked], use_tqdm)
+
+    def chat(
+        self,
+        messages: list[dict[str, Any]] | list[list[dict[str, Any]]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+        **template_options: Any,
+    ) -> list[RequestOutput]:
+        """Answer one conversation or several; the model's chat template makes the prompts."""
+        conversations = messages if messages and isinstance(messages[0], list) else [messages]
+        prompts = [self.tokenizer.encode_chat(list(c), **template_options) for c in conversations]  # type: ignore[arg-type]
+        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
+
+    def _encode(self, prompt: Prompt) -> tuple[str | None, list[int]]:
+        if isinstance(prompt, dict):
+            unknown = set(prompt) - {"prompt", "prompt_token_ids"}
+            if unknown or len(prompt) != 1:
+                raise InvalidParameterError("prompt", "must have one key, prompt or prompt_token_ids", sorted(prompt))
+            prompt = next(iter(prompt.values()))
+        if isinstance(prompt, str):
+            return prompt, self.tokenizer.encode(prompt)
+        if _is_token_ids(prompt):
+            return None, list(prompt)
+        raise InvalidParameterError("prompt", "must be a text or a list of token ids", prompt)
+
+    def _run(self, request_ids: list[str], use_tqdm: bool) -> list[RequestOutput]:
+        wholes: dict[str, RequestOutput] = {}
+        with _Progress(len(request_ids), use_tqdm) as progress:
+            try:
+                while self._client.has_work:
+                    outputs = self._client.step()
+                    news, to_abort = self._output_processor.process(outputs.outputs)
+                    self._client.abort(to_abort)
+                    for delta in news:
+                        if "error" in delta.metadata:
+                            raise KitfoxError(str(delta.metadata["error"]))
+                        _merge(wholes, delta)
+                        progress.advance(delta)
+            except BaseException:  # Ctrl-C too: the next call must find an empty engine
+                for request_id in request_ids:
+                    self._client.abort(self._output_processor.abort(request_id))
+                raise
+        return [wholes[request_id] for request_id in request_ids]
+
+
+def config_from_options(model: str, options: dict[str, Any]) -> EngineConfig:
+    """Sort keyword options into the sections of EngineConfig; `cache` is short for the cache's organisation."""
+    values: dict[str, Any] = dict(options)
+    if "cache" in values:
+        values["organisation"] = values.pop("cache")
+    sections: dict[str, Any] = {}
+    for name, section in (
+        ("model", ModelOptions),
+        ("cache", CacheConfig),
+        ("scheduler", SchedulerConfig),
+        ("device", DeviceConfig),
+    ):
+        known = {key: values.pop(key) for key in list(values) if key in section.__dataclass_fields__ and key != "model"}
+        if name == "model":
+            known["model"] = model
+        sections[name] = section(**known)
+    for key in ("max_logprobs", "trace_capacity"):
+        if key in values:
+            sections[key] = values.pop(key)
+    if values:
+        raise ConfigError(f"unknown option {sorted(values)[0]!r}", param=sorted(values)[0])
+    return EngineConfig(**sections)
+
+
+def _is_token_ids(prompt: object) -> bool:
+    return isinstance(prompt, list | tuple) and bool(prompt) and all(type(token) is int for token in prompt)
+
+
+def _one_for_each(values: Any, count: int, name: str) -> list[Any]:
+    if not isinstance(values, list | tuple):
+        return [values] * count
+    if len(values) != count:
+        raise InvalidParameterError(name, f"must be one, or one for each of the {count} prompts", len(values))
+    return list(values)
+
+
+def _merge(wholes: dict[str, RequestOutput], delta: RequestOutput) -> None:
+    """Add a delta to the whole answer it belongs to."""
+    whole = wholes.setdefault(
+        delta.request_id,
+        RequestOutput(
+            request_id=delta.request_id,
+            prompt=delta.prompt,
+            prompt_token_ids=delta.prompt_token_ids,
+            outputs=[],
+            num_cached_tokens=delta.num_cached_tokens,
+        ),
+    )
+    for piece in delta.outputs:
+        while len(whole.outputs) <= piece.index:
+            whole.outputs.append(CompletionOutput(index=len(whole.outputs)))
+        answer = whole.outputs[piece.index]
+        answer.text += piece.text
+        answer.token_ids.extend(piece.token_ids)
+        if piece.logprobs is not None:
+            answer.logprobs = (answer.logprobs or []) + piece.logprobs
+        answer.finish_reason = piece.finish_reason
+        answer.stop_reason = piece.stop_reason
+    whole.prompt_logprobs = delta.prompt_logprobs or whole.prompt_logprobs
+    whole.finished = delta.finished
+    whole.timings = delta.timings
+
+
+class _Progress:
+    """A progress bar over finished requests, with the tokens generated so far; nothing when it is not wanted."""
+
+    def __init__(self, total: int, wanted: bool):
+        self._bar = None
+        self._num_tokens = 0
+        if wanted:
+            from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+            self._bar = Progress(
+                TextColumn("requests"),
+                BarColumn(),
+                MofNCompleteColumn(),
+                TextColumn("{task.fields[tokens]} tokens"),
+                TimeElapsedColumn(),
+            )
+            self._task = self._bar.add_task("requests", total=total, tokens=0)
+
+    def __enter__(self) -> _Progress:
+        if self._bar is not None:
+            self._bar.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def advance(self, delta: RequestOutput) -> None:
+        if self._bar is not None:
+            self._num_tokens += sum(len(output.token_ids) for output in delta.outputs)
+            self._bar.update(self._task, advance=int(delta.finished), tokens=self._num_tokens)

@@ -1,0 +1,120 @@
+"""Every exception kitfox raises on purpose; each knows its HTTP status.
+
+The caller's mistake is a `RequestError` (4xx). A start-up mistake is a `ConfigError`, `ModelNotFoundError` or
+`UnsupportedModelError`. Bugs are not here: they are `assert`s.
+"""
+
+from __future__ import annotations
+
+
+class KitfoxError(Exception):
+    """Base of all of them; `status` is the HTTP status, `error_type` and `code` go into the OpenAI error body."""
+
+    status = 500
+    error_type = "internal_error"
+    code: str | None = None
+
+    def __init__(self, message: str, *, param: str | None = None):
+        super().__init__(message)
+        self.message = message
+        self.param = param
+
+
+class RequestError(KitfoxError):
+    """The request is wrong: the message names the parameter, the limit and what was given."""
+
+    status = 400
+    error_type = "invalid_request_error"
+
+
+class InvalidParameterError(RequestError):
+    """A parameter is out of range: `InvalidParameterError("top_p", "must be in (0, 1]", 2.0)`."""
+
+    code = "invalid_parameter"
+
+    def __init__(self, param: str, limit: str, given: object):
+        shown = repr(given)
+        if len(shown) > 80:
+            shown = shown[:77] + "..."
+        super().__init__(f"{param} {limit}. Given: {shown}", param=param)
+
+
+class ContextLengthError(RequestError):
+    """Prompt plus requested output does not fit the context, or can never fit the KV cache."""
+
+    code = "context_length_exceeded"
+
+
+class UnsupportedParameterError(RequestError):
+    """A known parameter that kitfox does not support yet: said, never ignored."""
+
+    code = "unsupported_parameter"
+
+    def __init__(self, param: str, reason: str = "is not supported yet"):
+        super().__init__(f"{param} {reason}", param=param)
+
+
+class ModelMismatchError(RequestError):
+    """The `model` field names a model that is not served."""
+
+    status = 404
+    code = "model_not_found"
+
+
+class TooLargeError(RequestError):
+    """The body is larger than the server's limit."""
+
+    status = 413
+    code = "request_too_large"
+
+
+class QueueFullError(KitfoxError):
+    """The waiting queue is full; `retry_after_s` becomes the Retry-After header."""
+
+    status = 429
+    error_type = "overloaded_error"
+    code = "queue_full"
+
+    def __init__(self, message: str, *, retry_after_s: int = 1):
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+class ShuttingDownError(KitfoxError):
+    """The server is draining and takes no new requests."""
+
+    status = 503
+    error_type = "unavailable_error"
+    code = "shutting_down"
+
+
+class EngineDeadError(KitfoxError):
+    """The engine process died or is being restarted."""
+
+    status = 503
+    error_type = "unavailable_error"
+    code = "engine_unavailable"
+
+
+class ConfigError(KitfoxError):
+    """A command-line flag or configuration value cannot be honoured."""
+
+    code = "invalid_configuration"
+
+
+class ModelNotFoundError(KitfoxError):
+    """No such model on disk, among the aliases, or on the hub."""
+
+    code = "model_not_found"
+
+
+class UnsupportedModelError(KitfoxError):
+    """The architecture, tensor type or tokenizer of a model is not one kitfox has."""
+
+    code = "unsupported_model"
+
+
+class WeightsError(KitfoxError):
+    """A tensor is missing, unexpected or of the wrong shape; the message names it."""
+
+    code = "invalid_weights"

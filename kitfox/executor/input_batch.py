@@ -1,0 +1,139 @@
+"""Persistent arrays of every request the executor knows, updated by difference; a step's inputs are gathered from them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from kitfox.request import SamplingParams
+from kitfox.step import CachedRequest, NewRequest, SchedulerOutput
+
+
+@dataclass
+class RequestRow:
+    """One request's place in the arrays, and what sampling needs to know about it."""
+
+    row: int
+    request_id: str
+    sampling: SamplingParams
+    stop_token_ids: tuple[int, ...]
+    num_prompt_tokens: int
+    num_tokens: int
+    num_blocks: int
+    num_computed_tokens: int
+    seed: int
+
+
+@dataclass(frozen=True)
+class StepInputs:
+    """What a step feeds the model, ragged and without padding.
+
+    Attributes:
+        rows: the requests of the step, in the order of the batch.
+        token_ids, positions, slot_mapping: [T] int64.
+        query_start_loc: [R + 1] int32. seq_lens: [R] int32, this step included.
+        block_table: [R, most blocks of any of them] int32; entries past a request's length are 0.
+        samples: [R] bool: whether the request's last token is computed in this step, so that it samples.
+    """
+
+    rows: list[RequestRow]
+    token_ids: npt.NDArray[np.int64]
+    positions: npt.NDArray[np.int64]
+    slot_mapping: npt.NDArray[np.int64]
+    query_start_loc: npt.NDArray[np.int32]
+    seq_lens: npt.NDArray[np.int32]
+    block_table: npt.NDArray[np.int32]
+    samples: npt.NDArray[np.bool_]
+
+
+class InputBatch:
+    """Rows of token ids and block tables, one a request.
+
+    Memory: max_num_seqs * (max_model_len * 8 + max_blocks * 4) bytes, touched only as far as it is used.
+    """
+
+    def __init__(self, max_num_seqs: int, max_model_len: int, block_size: int):
+        self.block_size = block_size
+        max_blocks = -(-max_model_len // block_size)
+        self._token_ids = np.zeros((max_num_seqs, max_model_len), dtype=np.int64)
+        self._block_table = np.zeros((max_num_seqs, max_blocks), dtype=np.int32)
+        self._rows: dict[str, RequestRow] = {}
+        self._free_rows = list(range(max_num_seqs - 1, -1, -1))
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def update(self, scheduled: SchedulerOutput, fresh_seed: int) -> None:
+        """Take over a step's differences: forget, extend, add. fresh_seed varies unseeded requests."""
+        for request_id in (*scheduled.finished_request_ids, *scheduled.preempted_request_ids):
+            row = self._rows.pop(request_id, None)
+            if row is not None:
+                self._free_rows.append(row.row)
+        for cached in scheduled.cached_requests:
+            self._extend(cached)
+        for position, new in enumerate(scheduled.new_requests):
+            self._add(new, fresh_seed + position)
+
+    def _add(self, new: NewRequest, fresh_seed: int) -> None:
+        assert new.request_id not in self._rows, f"{new.request_id} was sent in full twice"
+        index = self._free_rows.pop()
+        num_tokens, num_blocks = len(new.token_ids), len(new.block_ids)
+        self._token_ids[index, :num_tokens] = new.token_ids
+        self._block_table[index, :num_blocks] = new.block_ids
+        seed = new.sampling.seed
+        self._rows[new.request_id] = RequestRow(
+            row=index,
+            request_id=new.request_id,
+            sampling=new.sampling,
+            stop_token_ids=new.stop_token_ids,
+            num_prompt_tokens=new.num_prompt_tokens,
+            num_tokens=num_tokens,
+            num_blocks=num_blocks,
+            num_computed_tokens=new.num_computed_tokens,
+            seed=fresh_seed if seed is None else seed,
+        )
+
+    def _extend(self, cached: CachedRequest) -> None:
+        row = self._rows[cached.request_id]
+        row.num_computed_tokens = cached.num_computed_tokens
+        if cached.new_block_ids:
+            end = row.num_blocks + len(cached.new_block_ids)
+            self._block_table[row.row, row.num_blocks : end] = cached.new_block_ids
+            row.num_blocks = end
+
+    def append_sampled(self, row: RequestRow, token_id: int) -> None:
+        """Note a sampled token; the next step computes it. One beyond the arrays' end belongs to a request that ends."""
+        if row.num_tokens < self._token_ids.shape[1]:
+            self._token_ids[row.row, row.num_tokens] = token_id
+        row.num_tokens += 1
+
+    def tokens(self, row: RequestRow, start: int, end: int) -> npt.NDArray[np.int64]:
+        return self._token_ids[row.row, start:end]
+
+    def gather(self, num_scheduled_tokens: dict[str, int]) -> StepInputs:
+        """The step's inputs, requests in the order of the dictionary."""
+        rows = [self._rows[request_id] for request_id in num_scheduled_tokens]
+        counts = np.fromiter(num_scheduled_tokens.values(), dtype=np.int32, count=len(rows))
+        computed = np.fromiter((row.num_computed_tokens for row in rows), dtype=np.int32, count=len(rows))
+        indices = np.fromiter((row.row for row in rows), dtype=np.int64, count=len(rows))
+        totals = np.fromiter((row.num_tokens for row in rows), dtype=np.int32, count=len(rows))
+        query_start_loc = np.zeros(len(rows) + 1, dtype=np.int32)
+        np.cumsum(counts, out=query_start_loc[1:])
+        row_of_token = np.repeat(indices, counts)
+        offsets = np.arange(query_start_loc[-1], dtype=np.int64) - np.repeat(query_start_loc[:-1], counts)
+        positions = np.repeat(computed, counts) + offsets
+        blocks = self._block_table[row_of_token, positions // self.block_size].astype(np.int64)
+        seq_lens = computed + counts
+        num_blocks = -(-int(seq_lens.max()) // self.block_size)
+        return StepInputs(
+            rows=rows,
+            token_ids=self._token_ids[row_of_token, positions],
+            positions=positions,
+            slot_mapping=blocks * self.block_size + positions % self.block_size,
+            query_start_loc=query_start_loc,
+            seq_lens=seq_lens,
+            block_table=self._block_table[indices, :num_blocks],
+            samples=seq_lens == totals,
+        )

@@ -1,0 +1,125 @@
+"""SchedulerOutput -> ForwardBatch -> hidden states -> logits -> tokens. One step, top to bottom."""
+
+from __future__ import annotations
+
+import random
+
+import torch
+
+from kitfox.attention.backend import ForwardBatch, make_attention_backend
+from kitfox.executor.input_batch import InputBatch, RequestRow, StepInputs
+from kitfox.kernels import reference
+from kitfox.models import Model
+from kitfox.outputs import TokenLogprobs
+from kitfox.sampling.sampler import Sampler, SamplingRow, prompt_logprobs
+from kitfox.step import BlockCopy, ModelRunnerOutput, SchedulerOutput
+
+
+class ModelRunner:
+    """Keeps each request's tokens and block table, and turns a step's differences into sampled tokens."""
+
+    def __init__(
+        self,
+        model: Model,
+        kv_caches: list[torch.Tensor],
+        device: torch.device,
+        *,
+        max_num_seqs: int,
+        max_model_len: int,
+        block_size: int,
+        seed: int,
+    ):
+        """kv_caches: one [N, 2, S, K, D] per layer."""
+        self.model = model
+        self.kv_caches = kv_caches
+        self.device = device
+        self.attention = make_attention_backend(device)
+        self.sampler = Sampler()
+        self.input_batch = InputBatch(max_num_seqs, max_model_len, block_size)
+        self._fresh_seeds = random.Random(seed)
+
+    @torch.inference_mode()
+    def execute(self, scheduled: SchedulerOutput) -> ModelRunnerOutput:
+        """Compute a step's tokens, writing their KV, and sample where a request's last token was computed."""
+        self.input_batch.update(scheduled, self._fresh_seeds.getrandbits(62))
+        self._copy_blocks(scheduled.block_copies)
+        if not scheduled.num_scheduled_tokens:
+            return ModelRunnerOutput()
+        step = self.input_batch.gather(scheduled.num_scheduled_tokens)
+        hidden = self.model.forward(self._forward_batch(step))  # [T, hidden]
+        prompt = self._prompt_logprobs(step, hidden)
+        sampled, logprobs, errors = self._sample(step, hidden)
+        return ModelRunnerOutput(
+            sampled_token_ids=sampled, logprobs=logprobs, prompt_logprobs=prompt, errors=errors
+        )
+
+    def _copy_blocks(self, copies: list[BlockCopy]) -> None:
+        for copy in copies:
+            for kv_cache in self.kv_caches:
+                reference.copy_blocks(kv_cache, copy.src, copy.dst, copy.num_tokens)
+
+    def _forward_batch(self, step: StepInputs) -> ForwardBatch:
+        def to_device(array: object) -> torch.Tensor:
+            return torch.as_tensor(array).to(self.device, non_blocking=True)
+
+        batch = ForwardBatch(
+            token_ids=to_device(step.token_ids),
+            positions=to_device(step.positions),
+            slot_mapping=to_device(step.slot_mapping),
+            block_table=to_device(step.block_table),
+            seq_lens=to_device(step.seq_lens),
+            query_start_loc=to_device(step.query_start_loc),
+            kv_caches=self.kv_caches,
+            attention=self.attention,
+        )
+        self.attention.plan(batch)
+        return batch
+
+    def _sample(
+        self, step: StepInputs, hidden: torch.Tensor
+    ) -> tuple[dict[str, list[int]], dict[str, list[TokenLogprobs]], dict[str, str]]:
+        rows = [row for row, samples in zip(step.rows, step.samples, strict=True) if samples]
+        if not rows:
+            return {}, {}, {}
+        last = torch.as_tensor(step.query_start_loc[1:][step.samples] - 1).to(self.device)
+        logits = self.model.compute_logits(hidden[last])  # [n, V] float32
+        token_ids, logprobs = self.sampler.sample(logits, [self._sampling_row(row) for row in rows])
+        sampled: dict[str, list[int]] = {}
+        reported: dict[str, list[TokenLogprobs]] = {}
+        errors: dict[str, str] = {}
+        for row, token_id, logprob in zip(rows, token_ids, logprobs, strict=True):
+            if token_id is None:
+                errors[row.request_id] = "the model's logits are not numbers"
+                continue
+            self.input_batch.append_sampled(row, token_id)
+            sampled[row.request_id] = [token_id]
+            if logprob is not None:
+                reported[row.request_id] = [logprob]
+        return sampled, reported, errors
+
+    def _sampling_row(self, row: RequestRow) -> SamplingRow:
+        tokens = self.input_batch.tokens(row, 0, row.num_tokens)
+        return SamplingRow(
+            sampling=row.sampling,
+            prompt_token_ids=tokens[: row.num_prompt_tokens],
+            output_token_ids=tokens[row.num_prompt_tokens :],
+            stop_token_ids=row.stop_token_ids,
+            position=row.num_tokens,
+            seed=row.seed,
+        )
+
+    def _prompt_logprobs(self, step: StepInputs, hidden: torch.Tensor) -> dict[str, list[TokenLogprobs]]:
+        """Log-probabilities of the prompt tokens that follow those computed in this step."""
+        reported: dict[str, list[TokenLogprobs]] = {}
+        for index, row in enumerate(step.rows):
+            num_top = row.sampling.prompt_logprobs
+            first = row.num_computed_tokens
+            end = min(int(step.seq_lens[index]), row.num_prompt_tokens - 1)
+            if num_top is None or first >= end:
+                continue
+            start = int(step.query_start_loc[index])
+            targets = self.input_batch.tokens(row, first + 1, end + 1).tolist()
+            reported[row.request_id] = prompt_logprobs(
+                self.model.compute_logits, hidden[start : start + end - first], targets, num_top
+            )
+        return reported

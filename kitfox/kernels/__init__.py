@@ -1,0 +1,1 @@
+"""One function per op; `reference` is the definition of each."""

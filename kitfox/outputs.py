@@ -1,0 +1,110 @@
+"""What a caller receives, and what the engine core sends to make it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from kitfox.request import FinishReason
+
+
+class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
+    """Log-probabilities at one position, of the model's own distribution (before temperature and penalties).
+
+    Attributes:
+        token_id, logprob, rank: the token that is there; rank 1 is the most likely.
+        top_ids, top_logprobs: the most likely tokens, best first; as many as were asked for.
+    """
+
+    token_id: int
+    logprob: float
+    rank: int
+    top_ids: list[int]
+    top_logprobs: list[float]
+
+
+class EngineOutput(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """One request's news after one step.
+
+    Attributes:
+        num_cached_tokens: prompt tokens that came from the prefix cache.
+        queue_time_s: from arrival to first being scheduled.
+        prefill_time_s: from there to the first token.
+        error: what went wrong, with finish_reason "error".
+    """
+
+    request_id: str
+    new_token_ids: list[int] = []
+    logprobs: list[TokenLogprobs] = []
+    prompt_logprobs: list[TokenLogprobs] = []
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+    num_cached_tokens: int = 0
+    num_preemptions: int = 0
+    queue_time_s: float = 0.0
+    prefill_time_s: float = 0.0
+    error: str | None = None
+
+
+class EngineStats(msgspec.Struct, kw_only=True):
+    """The engine core after a step: gauges as they are, counters since the start.
+
+    Attributes:
+        prefix_queries, prefix_hits: in tokens, of first admissions; preempted requests are counted apart.
+    """
+
+    step: int = 0
+    num_running: int = 0
+    num_waiting: int = 0
+    num_blocks: int = 0
+    num_free_blocks: int = 0
+    num_cached_blocks: int = 0
+    block_size: int = 0
+    num_preemptions: int = 0
+    num_evicted_tokens: int = 0
+    prefix_queries: int = 0
+    prefix_hits: int = 0
+    num_step_tokens: int = 0
+    step_time_s: float = 0.0
+
+
+class EngineOutputs(msgspec.Struct, kw_only=True):
+    """Everything one step has to say: one message a step, never one a token."""
+
+    outputs: list[EngineOutput] = []
+    stats: EngineStats | None = None
+
+
+class CompletionOutput(msgspec.Struct, kw_only=True):
+    """One answer. In a stream, text and token_ids are what is new; offline they are the whole."""
+
+    index: int
+    text: str = ""
+    token_ids: list[int] = []
+    logprobs: list[TokenLogprobs] | None = None
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+
+
+class RequestTimings(msgspec.Struct, kw_only=True):
+    """Seconds a request spent: waiting, until its first token, and after it."""
+
+    queue_s: float = 0.0
+    prefill_s: float = 0.0
+    decode_s: float = 0.0
+    ttft_s: float | None = None
+
+
+class RequestOutput(msgspec.Struct, kw_only=True):
+    """What a request has to show: of n answers, those with news."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    finished: bool = False
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
+    num_cached_tokens: int = 0
+    timings: RequestTimings | None = None
+    metadata: dict[str, Any] = {}

@@ -1,0 +1,341 @@
+"""The memory plan: what weights, activations and KV cache will take, and how many blocks that leaves.
+
+Arithmetic on the configuration only: no torch, nothing is loaded. The engine allocates exactly `MemoryPlan.num_blocks`, so
+what `kitfox plan` prints is what `kitfox serve` does.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from kitfox.config import DTYPE_BYTES, EngineConfig, ModelConfig
+from kitfox.errors import ConfigError
+
+# Nobody asked for a particular size: on a CPU the KV cache then leaves the machine's memory to its other users.
+AUTOMATIC_KV_BYTES_ON_CPU = 4 << 30
+LARGEST_ADVISED_FRACTION = 0.9
+SMALLEST_ADVISED_MODEL_LEN = 256
+GIB = 1 << 30
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """What will be allocated on the device.
+
+    Attributes:
+        model: the model as it was named.
+        device: "cpu" or "cuda".
+        num_parameters: elements of the weights, a tied output embedding counted once.
+        activation_bytes: at the step's token budget, logits of max_num_seqs requests included.
+        max_model_len: resolved, in tokens.
+        num_blocks: KV blocks the engine allocates.
+        memory_bytes: memory of the device, or the container's limit where that is lower.
+        budget_bytes: the share of it that weights, activations and KV may take together.
+        kv_limit: what decided num_blocks.
+    """
+
+    model: str
+    device: str
+    dtype: str
+    kv_dtype: str
+    num_parameters: int
+    weights_bytes: int
+    activation_bytes: int
+    max_num_batched_tokens: int
+    kv_bytes_per_token: int
+    block_size: int
+    num_blocks: int
+    max_model_len: int
+    max_num_seqs: int
+    memory_bytes: int
+    budget_bytes: int
+    kv_limit: str
+
+    @property
+    def kv_bytes(self) -> int:
+        return self.num_blocks * self.block_size * self.kv_bytes_per_token
+
+    @property
+    def total_bytes(self) -> int:
+        return self.weights_bytes + self.activation_bytes + self.kv_bytes
+
+    @property
+    def num_full_context_requests(self) -> int:
+        """How many requests of max_model_len tokens have room at the same time."""
+        return min(self.max_num_seqs, self.num_blocks // _ceil_div(self.max_model_len, self.block_size))
+
+
+def make_plan(config: EngineConfig, model_config: ModelConfig, memory_bytes: int | None = None) -> MemoryPlan:
+    """Divide the device's memory.
+
+    Args:
+        memory_bytes: memory of the device; None means ask the machine.
+
+    Raises:
+        ConfigError: not even one request of max_model_len fits; the message ends with the one change that helps.
+    """
+    device = "cuda" if config.device.device.startswith("cuda") else config.device.device
+    if device == "auto":
+        device = "cuda" if _cuda_memory_bytes() else "cpu"
+    if memory_bytes is None:
+        memory_bytes = (_cuda_memory_bytes() if device == "cuda" else None) or machine_memory_bytes()
+    plan = _divide(config, model_config, device, memory_bytes)
+    problem = _problem(plan, config)
+    if problem is None:
+        return plan
+    for flag, changed in _changes(config, model_config, plan):
+        if _problem(_divide(changed, model_config, device, memory_bytes), changed) is None:
+            raise ConfigError(f"{problem}. This would fit: {flag}", param=flag.split()[0].lstrip("-").replace("-", "_"))
+    raise ConfigError(f"{problem}. No single setting makes it fit: choose a smaller model or a larger machine")
+
+
+def resolve_dtypes(config: EngineConfig, model_config: ModelConfig, device_type: str) -> tuple[str, str]:
+    """The element types of weights and of KV, each "float32", "bfloat16" or "float16".
+
+    "auto" is the checkpoint's type, so a GGUF, whose tensors are dequantised, says float32; a type torch cannot compute with
+    becomes float32 on a CPU and bfloat16 on CUDA.
+    """
+    dtype: str = config.model.dtype
+    if dtype == "auto":
+        fallback = "bfloat16" if device_type == "cuda" else "float32"
+        dtype = model_config.dtype if model_config.dtype in DTYPE_BYTES else fallback
+    return dtype, dtype if config.cache.dtype == "auto" else config.cache.dtype
+
+
+def resolve_max_model_len(config: EngineConfig, model_config: ModelConfig) -> int:
+    """The longest context asked for: the checkpoint's own when the user named none, or asked for the longest that fits.
+
+    Raises:
+        ConfigError: more was asked for than the checkpoint has positions.
+    """
+    wanted = config.model.max_model_len
+    longest = model_config.max_position_embeddings
+    if wanted is None or wanted == -1:
+        return longest
+    if wanted > longest:
+        raise ConfigError(
+            f"max_model_len must be <= {longest}, the positions this checkpoint was made for. Given: {wanted}. "
+            f"Use --max-model-len {longest}",
+            param="max_model_len",
+        )
+    return wanted
+
+
+def count_parameters(model: ModelConfig) -> int:
+    """Elements of all weights of a decoder of the Llama, Qwen or Gemma 3 kind."""
+    hidden, query, kv = model.hidden_size, model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
+    gemma = model.architecture.startswith("Gemma3")
+    attention = hidden * (query + 2 * kv) + query * hidden
+    attention += (query + 2 * kv) * model.attention_bias + hidden * model.attention_output_bias
+    if gemma or model.architecture.startswith("Qwen3"):
+        attention += 2 * model.head_dim  # norms of q and k
+    mlp = 3 * hidden * model.intermediate_size + (2 * model.intermediate_size + hidden) * model.mlp_bias
+    norms = (4 if gemma else 2) * hidden
+    embeddings = model.vocab_size * hidden * (1 if model.tie_word_embeddings else 2)
+    return embeddings + model.num_layers * (attention + mlp + norms) + hidden
+
+
+def count_activation_bytes(config: EngineConfig, model: ModelConfig, element_bytes: int) -> int:
+    """Bytes alive at the widest point of a step that uses its whole token budget.
+
+    That point is a layer's attention or MLP beside residual, normed input and output; then float32 logits and
+    probabilities, one row for each request that samples.
+    """
+    num_tokens = config.scheduler.max_num_batched_tokens
+    attention = 2 * (model.num_heads + model.num_kv_heads) * model.head_dim
+    widest_layer = 3 * model.hidden_size + max(attention, 3 * model.intermediate_size)
+    logits = 2 * min(config.scheduler.max_num_seqs, num_tokens) * model.vocab_size * 4
+    return num_tokens * widest_layer * element_bytes + logits
+
+
+def render(plan: MemoryPlan) -> str:
+    """The plan as a table of plain text, one row a line."""
+    total_tokens = plan.num_blocks * plan.block_size
+    rows = [
+        ("weights", _size(plan.weights_bytes), f"{plan.num_parameters / 1e6:,.1f} M parameters in {plan.dtype}"),
+        ("activations", _size(plan.activation_bytes), f"at {plan.max_num_batched_tokens:,} tokens a step"),
+        (
+            "KV cache",
+            _size(plan.kv_bytes),
+            f"{plan.num_blocks:,} blocks of {plan.block_size} = {total_tokens:,} tokens in {plan.kv_dtype}, "
+            f"{_size(plan.kv_bytes_per_token)} a token",
+        ),
+        ("total", _size(plan.total_bytes), f"of {_size(plan.memory_bytes)} on {plan.device}"),
+        (
+            "room for",
+            f"{plan.num_full_context_requests:,}",
+            f"requests of {plan.max_model_len:,} tokens at once (at most {plan.max_num_seqs:,} run)",
+        ),
+    ]
+    lines = [f"memory plan of {plan.model}"]
+    lines += [f"  {name:<12} {amount:>10}  {remark}" for name, amount, remark in rows]
+    return "\n".join([*lines, f"  KV cache size decided by {plan.kv_limit}"])
+
+
+def machine_memory_bytes() -> int:
+    """Physical memory, or the limit of the container or control group where that is lower."""
+    physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return min([physical, *_cgroup_limits(Path("/proc/self/cgroup"), Path("/sys/fs/cgroup"))])
+
+
+def _cgroup_limits(memberships: Path, root: Path) -> Iterator[int]:
+    """Memory limits in bytes of this process's control group and all above it, of cgroup v2 or v1."""
+    try:
+        lines = memberships.read_text().splitlines()
+    except OSError:
+        return
+    for line in lines:
+        _, controllers, group = line.split(":", 2)
+        if controllers == "":
+            base, name = root, "memory.max"
+        elif "memory" in controllers.split(","):
+            base, name = root / "memory", "memory.limit_in_bytes"
+        else:
+            continue
+        path = base / group.lstrip("/")
+        for directory in (path, *path.parents):
+            try:
+                text = (directory / name).read_text().strip()
+            except OSError:
+                text = "max"  # seen from inside a container, the host's part of the path does not exist
+            if text.isdigit():
+                yield int(text)
+            if directory == base:
+                break
+
+
+def _cuda_memory_bytes() -> int | None:
+    """Memory of the smallest visible CUDA device, None when there is none; asked without importing torch."""
+    if os.environ.get("CUDA_VISIBLE_DEVICES") == "" or shutil.which("nvidia-smi") is None:
+        return None
+    command = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
+    answer = subprocess.run(command, capture_output=True, text=True, check=False)
+    sizes = [int(line) << 20 for line in answer.stdout.split() if line.isdigit()]
+    return min(sizes, default=None) if answer.returncode == 0 else None
+
+
+def _divide(config: EngineConfig, model_config: ModelConfig, device: str, memory_bytes: int) -> MemoryPlan:
+    """The plan, whether it fits or not."""
+    dtype, kv_dtype = resolve_dtypes(config, model_config, device)
+    num_parameters = count_parameters(model_config)
+    plan = MemoryPlan(
+        model=config.model.model,
+        device=device,
+        dtype=dtype,
+        kv_dtype=kv_dtype,
+        num_parameters=num_parameters,
+        weights_bytes=num_parameters * DTYPE_BYTES[dtype],
+        activation_bytes=count_activation_bytes(config, model_config, DTYPE_BYTES[dtype]),
+        max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
+        kv_bytes_per_token=model_config.kv_bytes_per_token(DTYPE_BYTES[kv_dtype]),
+        block_size=config.cache.block_size,
+        num_blocks=0,
+        max_model_len=resolve_max_model_len(config, model_config),
+        max_num_seqs=config.scheduler.max_num_seqs,
+        memory_bytes=memory_bytes,
+        budget_bytes=int(memory_bytes * config.cache.memory_fraction),
+        kv_limit="",
+    )
+    num_blocks, kv_limit = _size_pool(plan, config)
+    max_model_len = plan.max_model_len
+    if config.model.max_model_len == -1:
+        max_model_len = min(max_model_len, max(num_blocks, 1) * plan.block_size)
+    return dataclasses.replace(plan, num_blocks=num_blocks, max_model_len=max_model_len, kv_limit=kv_limit)
+
+
+def _size_pool(plan: MemoryPlan, config: EngineConfig) -> tuple[int, str]:
+    """How many blocks, and why not more. Fewer than one request needs when there is no room for more."""
+    block_bytes = plan.block_size * plan.kv_bytes_per_token
+    if config.cache.num_blocks is not None:
+        return config.cache.num_blocks, "the number of blocks given"
+    if config.cache.memory_bytes is not None:
+        return config.cache.memory_bytes // block_bytes, "the KV cache bytes given"
+    blocks_per_request = _ceil_div(plan.max_model_len, plan.block_size)
+    left = max(plan.budget_bytes - plan.weights_bytes - plan.activation_bytes, 0) // block_bytes
+    limits = [
+        (left, f"the memory share of {config.cache.memory_fraction:g} (--gpu-memory-utilization)"),
+        (plan.max_num_seqs * blocks_per_request, "what max_num_seqs requests of max_model_len can use"),
+    ]
+    if plan.device == "cpu":
+        modest = max(AUTOMATIC_KV_BYTES_ON_CPU // block_bytes, blocks_per_request)
+        limits.append((modest, "the automatic limit on CPU (--kv-cache-memory-bytes raises it)"))
+    return min(limits, key=lambda limit: limit[0])
+
+
+def _problem(plan: MemoryPlan, config: EngineConfig) -> str | None:
+    """Why a plan cannot run, None when it can."""
+    needed = _ceil_div(plan.max_model_len, plan.block_size)
+    if plan.num_blocks < needed:
+        block_bytes = plan.block_size * plan.kv_bytes_per_token
+        exact = config.cache.num_blocks is not None or config.cache.memory_bytes is not None
+        room = plan.kv_bytes if exact else plan.budget_bytes - plan.weights_bytes - plan.activation_bytes
+        return (
+            f"One request of {plan.max_model_len:,} tokens needs {_size(needed * block_bytes)} of KV cache, and there is "
+            f"room for {_size(max(room, 0))}: weights take {_size(plan.weights_bytes)}, activations "
+            f"{_size(plan.activation_bytes)}, of {_size(plan.budget_bytes)} ({config.cache.memory_fraction:g} of "
+            f"{_size(plan.memory_bytes)})"
+        )
+    if plan.total_bytes > plan.memory_bytes:
+        return (
+            f"Weights ({_size(plan.weights_bytes)}), activations ({_size(plan.activation_bytes)}) and the KV cache asked "
+            f"for ({_size(plan.kv_bytes)}) are more than the {_size(plan.memory_bytes)} of this {plan.device} device"
+        )
+    return None
+
+
+def _changes(config: EngineConfig, model: ModelConfig, plan: MemoryPlan) -> Iterator[tuple[str, EngineConfig]]:
+    """Single changes that might make a plan fit, the least painful first; the caller tries each."""
+    cache = config.cache
+    block_bytes = plan.block_size * plan.kv_bytes_per_token
+    needed_bytes = _ceil_div(plan.max_model_len, plan.block_size) * block_bytes
+    if cache.num_blocks is not None and plan.num_blocks * block_bytes > needed_bytes:
+        fitting = max(plan.memory_bytes - plan.weights_bytes - plan.activation_bytes, 0) // block_bytes
+        if fitting:
+            yield f"--num-gpu-blocks-override {fitting}", config.replace(cache={"num_blocks": fitting})
+    if cache.num_blocks is None and cache.memory_bytes is not None and plan.kv_bytes > needed_bytes:
+        fitting = plan.memory_bytes - plan.weights_bytes - plan.activation_bytes
+        if fitting > 0:
+            yield f"--kv-cache-memory-bytes {fitting}", config.replace(cache={"memory_bytes": fitting})
+    room_tokens = plan.num_blocks * plan.block_size
+    shorter = max((size for size in _round_lengths() if size <= room_tokens), default=room_tokens)
+    if min(SMALLEST_ADVISED_MODEL_LEN, plan.max_model_len) <= shorter < plan.max_model_len or (
+        0 < shorter and (cache.num_blocks is not None or cache.memory_bytes is not None)
+    ):
+        yield f"--max-model-len {shorter}", config.replace(model={"max_model_len": shorter})
+    if cache.num_blocks is None and cache.memory_bytes is not None:
+        yield f"--kv-cache-memory-bytes {needed_bytes}", config.replace(cache={"memory_bytes": needed_bytes})
+    if cache.num_blocks is None and cache.memory_bytes is None:
+        total = plan.weights_bytes + plan.activation_bytes + needed_bytes
+        fraction = math.ceil(100 * total / plan.memory_bytes) / 100
+        if cache.memory_fraction < fraction <= LARGEST_ADVISED_FRACTION:
+            changed = config.replace(cache={"memory_fraction": fraction})
+            yield f"--gpu-memory-utilization {fraction:g}", changed
+    if plan.dtype == "float32":
+        yield "--dtype bfloat16", config.replace(model={"dtype": "bfloat16"})
+    if config.scheduler.max_num_batched_tokens > 256:
+        changed = config.replace(scheduler={"max_num_batched_tokens": 256})
+        yield "--max-num-batched-tokens 256", changed
+
+
+def _round_lengths() -> list[int]:
+    """Context lengths people would type: 1, 1.5 and so on times powers of two."""
+    return sorted({(1 << power) + quarter * (1 << power) // 4 for power in range(8, 24) for quarter in range(4)})
+
+
+def _ceil_div(number: int, divisor: int) -> int:
+    return -(-number // divisor)
+
+
+def _size(num_bytes: int) -> str:
+    """Bytes in the largest binary unit that keeps the number at 1 or more."""
+    for unit, bytes_of_unit in (("GiB", GIB), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if num_bytes >= bytes_of_unit:
+            return f"{num_bytes / bytes_of_unit:,.2f} {unit}"
+    return f"{num_bytes} B"

@@ -1,0 +1,299 @@
+"""What /metrics shows: one set of measurements under the names that dashboards of vLLM and of SGLang ask for.
+
+Counters and histograms are filled by the server as deltas pass through it; gauges of the engine are read from its
+latest `EngineStats` when somebody looks. One `ServerMetrics` belongs to one app, so tests and apps never share counts.
+"""
+
+from __future__ import annotations
+
+import time
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+from prometheus_client.registry import Collector
+
+from kitfox.config import EngineConfig
+from kitfox.outputs import EngineStats, RequestOutput
+from kitfox.request import FinishReason, SamplingParams
+
+_TTFT_BUCKETS_S = (
+    0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0,
+    160.0, 640.0, 2560.0,
+)  # fmt: skip
+_ITL_BUCKETS_S = (
+    0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0,
+)  # fmt: skip
+_REQUEST_BUCKETS_S = (
+    0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0, 480.0, 960.0,
+    1920.0, 7680.0,
+)  # fmt: skip
+_N_BUCKETS = (1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0)
+
+
+def token_buckets(max_model_len: int) -> tuple[float, ...]:
+    """1, 2, 5, 10, 20, 50, ... up to the context length."""
+    buckets: list[float] = []
+    scale = 1
+    while scale <= max_model_len:
+        buckets += [float(digit * scale) for digit in (1, 2, 5) if digit * scale <= max_model_len]
+        scale *= 10
+    return tuple(buckets)
+
+
+class Histogram:
+    """Counts per bucket and a sum; a tenth of the cost of a labelled prometheus_client one on the token path."""
+
+    def __init__(self, bounds: Sequence[float]):
+        self.bounds = tuple(bounds)
+        self.counts = [0] * (len(self.bounds) + 1)
+        self.sum = 0.0
+
+    def observe(self, value: float, times: int = 1) -> None:
+        self.counts[bisect_left(self.bounds, value)] += times
+        self.sum += value * times
+
+    def cumulative(self) -> list[tuple[str, float]]:
+        """(upper bound as text, observations at or below it); ends with +Inf."""
+        total = 0
+        buckets = []
+        for bound, count in zip((*map(str, self.bounds), "+Inf"), self.counts, strict=True):
+            total += count
+            buckets.append((bound, float(total)))
+        return buckets
+
+
+class RequestObserver:
+    """Watches one engine request's deltas and books them; `close` books what never finished as aborted."""
+
+    def __init__(self, metrics: ServerMetrics, sampling: SamplingParams, num_prompt_tokens: int):
+        self._metrics = metrics
+        self._n = sampling.n
+        self._start_s = time.monotonic()
+        self._first_s: dict[int, float] = {}  # by answer index
+        self._last_s: dict[int, float] = {}
+        self._num_tokens: Counter[int] = Counter()
+        self._finished: set[int] = set()
+        self._prompt_booked = False
+        self._num_prompt_tokens = num_prompt_tokens
+        self._complete = False
+        metrics.num_requests += 1
+        metrics.params_n.observe(sampling.n)
+        if sampling.max_tokens is not None:
+            metrics.params_max_tokens.observe(sampling.max_tokens)
+
+    def observe(self, output: RequestOutput) -> None:
+        now = time.monotonic()
+        metrics = self._metrics
+        if not self._prompt_booked:
+            self._prompt_booked = True
+            metrics.prompt_tokens += self._num_prompt_tokens
+            metrics.cached_tokens += output.num_cached_tokens
+            metrics.request_prompt_tokens.observe(self._num_prompt_tokens)
+            metrics.request_uncached_tokens.observe(self._num_prompt_tokens - output.num_cached_tokens)
+        for answer in output.outputs:
+            if answer.token_ids:
+                self._observe_tokens(answer.index, len(answer.token_ids), now)
+            if answer.finish_reason is not None:
+                self._finish_answer(answer.index, answer.finish_reason)
+        if output.finished:
+            self._complete = True
+            self._finish_request(output, now)
+
+    def _observe_tokens(self, index: int, num_new: int, now: float) -> None:
+        metrics = self._metrics
+        metrics.generation_tokens += num_new
+        self._num_tokens[index] += num_new
+        if index not in self._first_s:
+            if not self._first_s:
+                metrics.ttft.observe(now - self._start_s)
+            self._first_s[index] = now
+        else:
+            metrics.itl.observe((now - self._last_s[index]) / num_new, num_new)
+        self._last_s[index] = now
+
+    def _finish_answer(self, index: int, reason: FinishReason) -> None:
+        metrics = self._metrics
+        self._finished.add(index)
+        metrics.finished[reason.value] += 1
+        num_tokens = self._num_tokens[index]
+        metrics.request_generation_tokens.observe(num_tokens)
+        if num_tokens > 1:
+            metrics.tpot.observe((self._last_s[index] - self._first_s[index]) / (num_tokens - 1))
+
+    def _finish_request(self, output: RequestOutput, now: float) -> None:
+        metrics = self._metrics
+        metrics.e2e.observe(now - self._start_s)
+        metrics.max_generation_tokens.observe(max(self._num_tokens.values(), default=0))
+        if output.timings is not None:
+            metrics.queue.observe(output.timings.queue_s)
+            metrics.prefill.observe(output.timings.prefill_s)
+            metrics.decode.observe(output.timings.decode_s)
+            metrics.inference.observe(output.timings.prefill_s + output.timings.decode_s)
+
+    def close(self, reason: FinishReason = FinishReason.ABORT) -> None:
+        """Book the answers that have not finished; nothing when all have, or when called again."""
+        if not self._complete:
+            self._complete = True
+            self._metrics.finished[reason.value] += self._n - len(self._finished)
+
+
+class ServerMetrics(Collector):
+    """Everything counted since the app was made, and the engine's gauges at the moment of a scrape."""
+
+    def __init__(self, config: EngineConfig, max_model_len: int, stats: Callable[[], EngineStats]):
+        self._config = config
+        self._max_model_len = max_model_len
+        self._stats = stats
+        self._model_name = config.model.served_name
+        self._started_s = time.monotonic()
+        tokens = token_buckets(max_model_len)
+        self.num_requests = 0
+        self.prompt_tokens = 0
+        self.cached_tokens = 0
+        self.generation_tokens = 0
+        self.finished: Counter[str] = Counter({reason.value: 0 for reason in FinishReason})
+        self.rejections: Counter[str] = Counter({"queue_full": 0, "shutting_down": 0, "engine_unavailable": 0})
+        self.http_responses: Counter[tuple[str, str]] = Counter()  # (method, status)
+        self.ttft = Histogram(_TTFT_BUCKETS_S)
+        self.itl = Histogram(_ITL_BUCKETS_S)
+        self.tpot = Histogram(_ITL_BUCKETS_S)
+        self.e2e = Histogram(_REQUEST_BUCKETS_S)
+        self.queue = Histogram(_REQUEST_BUCKETS_S)
+        self.prefill = Histogram(_REQUEST_BUCKETS_S)
+        self.decode = Histogram(_REQUEST_BUCKETS_S)
+        self.inference = Histogram(_REQUEST_BUCKETS_S)
+        self.request_prompt_tokens = Histogram(tokens)
+        self.request_uncached_tokens = Histogram(tokens)
+        self.request_generation_tokens = Histogram(tokens)
+        self.max_generation_tokens = Histogram(tokens)
+        self.params_n = Histogram(_N_BUCKETS)
+        self.params_max_tokens = Histogram(tokens)
+        self._registry = CollectorRegistry(auto_describe=False)
+        self._registry.register(self)
+
+    def render(self) -> bytes:
+        """Prometheus text format, version 0.0.4."""
+        return generate_latest(self._registry)
+
+    def collect(self) -> Iterator[CounterMetricFamily | GaugeMetricFamily | HistogramMetricFamily]:
+        stats = self._stats()
+        yield from self._gauges(stats)
+        yield from self._counters(stats)
+        yield from self._histograms()
+
+    def _gauges(self, stats: EngineStats) -> Iterable[GaugeMetricFamily]:
+        used_blocks = stats.num_blocks - stats.num_free_blocks
+        usage = used_blocks / stats.num_blocks if stats.num_blocks else 0.0
+        hit_rate = stats.prefix_hits / stats.prefix_queries if stats.prefix_queries else 0.0
+        size = stats.block_size
+        yield from self._gauge("Requests in the current step", stats.num_running, "vllm:num_requests_running", "sglang:num_running_reqs")
+        yield from self._gauge("Requests waiting", stats.num_waiting, "vllm:num_requests_waiting", "sglang:num_queue_reqs")
+        yield from self._gauge(
+            "Share of KV blocks that running requests hold, 0 to 1", usage,
+            "vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc", "sglang:token_usage", "sglang:full_token_usage",
+        )  # fmt: skip
+        yield from self._gauge("Prompt tokens found in the prefix cache, share of all since the start", hit_rate, "sglang:cache_hit_rate")
+        yield from self._gauge("Tokens of KV that running requests hold, in whole blocks", used_blocks * size, "sglang:num_used_tokens", "sglang:kv_used_tokens")
+        yield from self._gauge("Tokens of KV that could be handed out now, evictable ones included", stats.num_free_blocks * size, "sglang:kv_available_tokens")
+        yield from self._gauge("Tokens that the KV pool holds", stats.num_blocks * size, "sglang:max_total_num_tokens")
+        yield from self._gauge("Tokens in a KV block", size, "sglang:page_size")
+        yield from self._gauge("KV blocks", stats.num_blocks, "sglang:num_pages")
+        yield from self._gauge("Longest prompt plus output, in tokens", self._max_model_len, "sglang:context_len")
+        throughput = stats.num_step_tokens / stats.step_time_s if stats.step_time_s > 0 and stats.num_running else 0.0
+        yield from self._gauge("Tokens a second in the latest step, prompt tokens included", throughput, "sglang:gen_throughput")
+        yield self._cache_config_info(stats)
+
+    def _cache_config_info(self, stats: EngineStats) -> GaugeMetricFamily:
+        cache = self._config.cache
+        labels = {
+            "block_size": str(stats.block_size),
+            "num_gpu_blocks": str(stats.num_blocks),
+            "enable_prefix_caching": str(cache.organisation != "none"),
+            "organisation": cache.organisation,
+            "cache_dtype": cache.dtype,
+        }
+        family = GaugeMetricFamily("vllm:cache_config_info", "The KV cache's settings, as labels", labels=list(labels))
+        family.add_metric(list(labels.values()), 1)
+        return family
+
+    def _counters(self, stats: EngineStats) -> Iterable[CounterMetricFamily]:
+        yield from self._counter("Prompt tokens of requests that were started", self.prompt_tokens, "vllm:prompt_tokens", "sglang:prompt_tokens")
+        yield from self._counter("Generated tokens", self.generation_tokens, "vllm:generation_tokens", "sglang:generation_tokens")
+        yield from self._counter("Prompt tokens that came from the prefix cache", self.cached_tokens, "vllm:prompt_tokens_cached")
+        yield self._labelled("sglang:cached_tokens", "Prompt tokens that came from the prefix cache", "cache_source", {"device": self.cached_tokens})
+        by_source = {"local_compute": self.prompt_tokens - self.cached_tokens, "local_cache_hit": self.cached_tokens}
+        yield self._labelled("vllm:prompt_tokens_by_source", "Where prompt tokens came from", "source", by_source)
+        yield from self._counter("Tokens looked up in the prefix cache", stats.prefix_queries, "vllm:prefix_cache_queries")
+        yield from self._counter("Tokens found in the prefix cache", stats.prefix_hits, "vllm:prefix_cache_hits")
+        yield from self._counter("Preemptions", stats.num_preemptions, "vllm:num_preemptions", "sglang:num_retracted_requests")
+        yield from self._counter("Cached tokens that were evicted", stats.num_evicted_tokens, "sglang:evicted_tokens")
+        yield from self._counter("Requests handed to the engine", self.num_requests, "sglang:num_requests")
+        yield from self._counter("Answers aborted", self.finished["abort"], "sglang:num_aborted_requests")
+        yield self._labelled("vllm:request_success", "Answers that ended, by reason", "finished_reason", self.finished)
+        yield self._labelled("vllm:admission_rejections", "Requests refused without being queued", "reason", self.rejections)
+        family = CounterMetricFamily("http_requests", "HTTP responses started", labels=["method", "status"])
+        for (method, status), count in sorted(self.http_responses.items()):
+            family.add_metric([method, status], count)
+        yield family
+
+    def _histograms(self) -> Iterable[HistogramMetricFamily]:
+        both = [
+            (self.ttft, "Seconds from arrival to the first token", "time_to_first_token_seconds"),
+            (self.itl, "Seconds between tokens of one answer", "inter_token_latency_seconds"),
+            (self.tpot, "Seconds a token after the first, one value an answer", "request_time_per_output_token_seconds"),
+            (self.e2e, "Seconds from arrival to the end", "e2e_request_latency_seconds"),
+        ]
+        for histogram, help_text, name in both:
+            yield from self._histogram(histogram, help_text, f"vllm:{name}", f"sglang:{name}")
+        yield from self._histogram(self.tpot, "The former name of request_time_per_output_token_seconds", "vllm:time_per_output_token_seconds")
+        yield from self._histogram(self.queue, "Seconds waiting to be scheduled first", "vllm:request_queue_time_seconds", "sglang:queue_time_seconds")
+        yield from self._histogram(self.inference, "Seconds from being scheduled to the end", "vllm:request_inference_time_seconds")
+        yield from self._histogram(self.prefill, "Seconds from being scheduled to the first token", "vllm:request_prefill_time_seconds")
+        yield from self._histogram(self.decode, "Seconds from the first token to the end", "vllm:request_decode_time_seconds")
+        yield from self._histogram(self.request_prompt_tokens, "Prompt tokens of a request", "vllm:request_prompt_tokens", "sglang:prompt_tokens_histogram")
+        yield from self._histogram(
+            self.request_uncached_tokens, "Prompt tokens of a request that had to be computed",
+            "vllm:request_prefill_kv_computed_tokens", "sglang:uncached_prompt_tokens_histogram",
+        )  # fmt: skip
+        yield from self._histogram(self.request_generation_tokens, "Tokens of an answer", "vllm:request_generation_tokens", "sglang:generation_tokens_histogram")
+        yield from self._histogram(self.max_generation_tokens, "Tokens of the longest answer of a request", "vllm:request_max_num_generation_tokens")
+        yield from self._histogram(self.params_n, "The n parameter", "vllm:request_params_n")
+        yield from self._histogram(self.params_max_tokens, "The max_tokens parameter, where given", "vllm:request_params_max_tokens")
+
+    # ---- one measurement, all of its names ------------------------------------------------------------------------
+
+    def _labels(self, name: str) -> tuple[list[str], list[str]]:
+        if name.startswith("sglang:"):
+            return ["model_name"], [self._model_name]
+        return ["model_name", "engine"], [self._model_name, "0"]
+
+    def _gauge(self, help_text: str, value: float, *names: str) -> Iterable[GaugeMetricFamily]:
+        for name in names:
+            labels, values = self._labels(name)
+            family = GaugeMetricFamily(name, help_text, labels=labels)
+            family.add_metric(values, value)
+            yield family
+
+    def _counter(self, help_text: str, value: float, *names: str) -> Iterable[CounterMetricFamily]:
+        for name in names:
+            labels, values = self._labels(name)
+            family = CounterMetricFamily(name, help_text, labels=labels)
+            family.add_metric(values, value)
+            yield family
+
+    def _labelled(self, name: str, help_text: str, label: str, counts: dict[str, int]) -> CounterMetricFamily:
+        labels, values = self._labels(name)
+        family = CounterMetricFamily(name, help_text, labels=[*labels, label])
+        for key, count in counts.items():
+            family.add_metric([*values, key], count)
+        return family
+
+    def _histogram(self, histogram: Histogram, help_text: str, *names: str) -> Iterable[HistogramMetricFamily]:
+        for name in names:
+            labels, values = self._labels(name)
+            family = HistogramMetricFamily(name, help_text, labels=labels)
+            family.add_metric(values, buckets=histogram.cumulative(), sum_value=histogram.sum)
+            yield family

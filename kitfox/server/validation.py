@@ -1,0 +1,184 @@
+"""Bytes of a request body become a checked protocol struct; every failure becomes an OpenAI error body.
+
+Types are strict: "true" is no boolean and "1" is no number. What a parameter may be is said by the structs of
+openai.py; ranges are checked by `SamplingParams` and by the engine's input processor.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any, TypeVar
+
+import msgspec
+from starlette.requests import Request
+
+from kitfox.errors import KitfoxError, QueueFullError, RequestError, TooLargeError, UnsupportedParameterError
+
+MAX_JSON_DEPTH = 64
+MAX_IGNORED_NAMES = 32
+MAX_NAME_CHARS = 64
+
+# Known parameters of OpenAI, vLLM and SGLang that kitfox cannot honour yet, with the values that ask for nothing.
+UNSUPPORTED_PARAMETERS: dict[str, tuple[Any, ...]] = {
+    "allowed_token_ids": ([],),
+    "audio": (),
+    "bad_words": ([],),
+    "beam_width": (1,),
+    "chat_template": (),
+    "custom_logit_processor": (),
+    "custom_params": ({},),
+    "documents": ([],),
+    "ebnf": (),
+    "function_call": ("none",),
+    "functions": ([],),
+    "guided_choice": ([],),
+    "guided_grammar": (),
+    "guided_json": (),
+    "guided_regex": (),
+    "json_schema": (),
+    "kv_transfer_params": (),
+    "length_penalty": (1,),
+    "logits_processors": ([],),
+    "logprob_token_ids": ([],),
+    "lora_path": (),
+    "lora_request": (),
+    "modalities": (["text"],),
+    "mm_processor_kwargs": ({},),
+    "prediction": (),
+    "prompt_embeds": (),
+    "regex": (),
+    "repetition_detection": (),
+    "response_format": ({"type": "text"},),
+    "return_hidden_states": (False,),
+    "return_tokens_as_token_ids": (False,),
+    "session_params": (),
+    "spaces_between_special_tokens": (True,),
+    "stop_regex": ([],),
+    "structural_tag": (),
+    "structured_outputs": ({},),
+    "suffix": ("",),
+    "thinking_token_budget": (),
+    "tool_choice": ("none", "auto"),
+    "tools": ([],),
+    "truncate_prompt_tokens": (),
+    "use_beam_search": (False,),
+    "vllm_xargs": ({},),
+    "web_search_options": (),
+}
+
+T = TypeVar("T")
+
+_ERROR_PLACE = re.compile(r"^(?P<what>.*?) - at `\$\.?(?P<place>[^`]*)`$", re.DOTALL)
+
+
+async def read_body(request: Request, max_body_bytes: int) -> bytes:
+    """The whole body, never more than the limit in memory.
+
+    Raises:
+        TooLargeError: it is longer; said from Content-Length before a byte is read, where there is one.
+    """
+    too_large = TooLargeError(f"the request body must be at most {max_body_bytes} bytes")
+    announced = request.headers.get("content-length", "")
+    if announced.isdecimal() and int(announced[:20]) > max_body_bytes:
+        raise too_large
+    chunks: list[bytes] = []
+    size = 0
+    async for chunk in request.stream():
+        size += len(chunk)
+        if size > max_body_bytes:
+            raise too_large
+        chunks.append(chunk)
+    return b"".join(chunks)
+
+
+async def read_json_object(request: Request, max_body_bytes: int) -> dict[str, Any]:
+    """The body as a JSON object without its null members: null means "not given" everywhere in the API.
+
+    Raises:
+        RequestError: no JSON content type, no JSON, no object, nested too deep, NaN or lone surrogates in it.
+    """
+    content_type = request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
+    if content_type != "application/json" and not content_type.endswith("+json"):
+        raise RequestError(f"the Content-Type must be application/json. Given: {content_type[:MAX_NAME_CHARS]}")
+    body = decode_json(await read_body(request, max_body_bytes))
+    if not isinstance(body, dict):
+        raise RequestError("the request body must be a JSON object")
+    return {name: value for name, value in body.items() if value is not None}
+
+
+def decode_json(raw: bytes) -> Any:
+    """Strict JSON: no NaN or Infinity, valid UTF-8, no lone surrogates, at most MAX_JSON_DEPTH levels."""
+    try:
+        value = msgspec.json.decode(raw)
+    except RecursionError:
+        raise _too_deep() from None
+    except (msgspec.MsgspecError, ValueError) as error:
+        raise RequestError(f"the request body is not valid JSON: {error}") from None
+    level: list[Any] = [value]
+    for _ in range(MAX_JSON_DEPTH + 1):
+        containers = [v for v in level if isinstance(v, dict | list)]
+        if not containers:
+            return value
+        level = [x for v in containers for x in (v.values() if isinstance(v, dict) else v)]
+    raise _too_deep()
+
+
+def _too_deep() -> RequestError:
+    return RequestError(f"the request body must not nest deeper than {MAX_JSON_DEPTH} levels")
+
+
+def convert_body(body: dict[str, Any], kind: type[T]) -> tuple[T, list[str]]:
+    """Make a protocol struct of a body.
+
+    Returns:
+        The struct, and the names of the members that nobody reads, for the answer to list.
+
+    Raises:
+        UnsupportedParameterError: a known parameter asks for something that kitfox cannot do.
+        RequestError: a member is missing or has the wrong type.
+    """
+    known = {field.encode_name for field in msgspec.structs.fields(kind)}  # type: ignore[arg-type]
+    unread = [name for name in body if name not in known]
+    for name in unread:
+        if name in UNSUPPORTED_PARAMETERS and body[name] not in UNSUPPORTED_PARAMETERS[name]:
+            raise UnsupportedParameterError(name)
+    try:
+        value = msgspec.convert(body, kind)
+    except msgspec.ValidationError as error:
+        raise _validation_error(str(error)) from None
+    ignored = [name[:MAX_NAME_CHARS] for name in unread if name not in UNSUPPORTED_PARAMETERS]
+    return value, ignored[:MAX_IGNORED_NAMES]
+
+
+def _validation_error(message: str) -> RequestError:
+    """msgspec says "Expected `int`, got `str` - at `$.n`"; we say "n: expected `int`, got `str`"."""
+    match = _ERROR_PLACE.match(message)
+    if match is not None:
+        place = match["place"]
+        return _typed(f"{place}: {match['what'][:1].lower()}{match['what'][1:]}", re.split(r"[.\[]", place)[0])
+    missing = re.fullmatch(r"Object missing required field `(\w+)`", message)
+    if missing is not None:
+        return _typed(f"{missing[1]} is required", missing[1])
+    return _typed(message, None)
+
+
+def _typed(message: str, param: str | None) -> RequestError:
+    error = RequestError(message, param=param or None)
+    error.code = "invalid_type"
+    return error
+
+
+def error_body(error: KitfoxError) -> dict[str, Any]:
+    """The OpenAI shape of an error; always encodes to valid JSON."""
+    message = error.message.encode("utf-8", "replace").decode("utf-8")
+    return {"error": {"message": message, "type": error.error_type, "param": error.param, "code": error.code}}
+
+
+def error_headers(error: KitfoxError) -> dict[str, str]:
+    """When to come back, where the error knows it."""
+    return {"Retry-After": str(error.retry_after_s)} if isinstance(error, QueueFullError) else {}
+
+
+def internal_error() -> KitfoxError:
+    """What a client hears about a fault of ours: the details are in the server's log only."""
+    return KitfoxError("the server failed to answer this request; its log says why")

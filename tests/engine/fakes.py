@@ -1,0 +1,83 @@
+"""A scripted executor: it checks what the scheduler sends and answers with tokens from a function."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from kitfox.config import CacheConfig, SchedulerConfig
+from kitfox.engine.core import EngineCore
+from kitfox.engine.scheduler import Scheduler
+from kitfox.kv_cache.manager import make_kv_cache_manager
+from kitfox.request import EngineRequest, SamplingParams
+from kitfox.step import ModelRunnerOutput, SchedulerOutput
+from kitfox.tracing import Tracer
+
+NextToken = Callable[[str, list[int]], int]
+
+
+def successor(request_id: str, token_ids: list[int]) -> int:
+    """The token after (last token + 1): a model whose answer anyone can compute."""
+    return token_ids[-1] + 1
+
+
+class FakeExecutor:
+    """Keeps each request's tokens as a real executor would, from the differences alone."""
+
+    def __init__(self, next_token: NextToken = successor):
+        self.next_token = next_token
+        self.token_ids: dict[str, list[int]] = {}
+        self.block_ids: dict[str, list[int]] = {}
+        self.steps: list[SchedulerOutput] = []
+
+    def execute(self, scheduled: SchedulerOutput) -> ModelRunnerOutput:
+        self.steps.append(scheduled)
+        for request_id in (*scheduled.finished_request_ids, *scheduled.preempted_request_ids):
+            del self.token_ids[request_id], self.block_ids[request_id]
+        computed: dict[str, int] = {}
+        for cached in scheduled.cached_requests:
+            self.block_ids[cached.request_id] += cached.new_block_ids
+            computed[cached.request_id] = cached.num_computed_tokens
+        for new in scheduled.new_requests:
+            assert new.request_id not in self.token_ids
+            self.token_ids[new.request_id] = list(new.token_ids)
+            self.block_ids[new.request_id] = list(new.block_ids)
+            computed[new.request_id] = new.num_computed_tokens
+        assert set(computed) == set(scheduled.num_scheduled_tokens)
+        sampled: dict[str, list[int]] = {}
+        for request_id, num_tokens in scheduled.num_scheduled_tokens.items():
+            tokens = self.token_ids[request_id]
+            end = computed[request_id] + num_tokens
+            assert end <= len(tokens), "more tokens scheduled than there are"
+            if end == len(tokens):
+                token = self.next_token(request_id, tokens)
+                tokens.append(token)
+                sampled[request_id] = [token]
+        return ModelRunnerOutput(sampled_token_ids=sampled)
+
+
+def make_core(
+    *, cache: str = "paged", num_blocks: int = 64, block_size: int = 4, next_token: NextToken = successor, **scheduler: object
+) -> EngineCore:
+    tracer = Tracer()
+    kv_cache = make_kv_cache_manager(CacheConfig(organisation=cache, block_size=block_size), num_blocks)  # type: ignore[arg-type]
+    config = SchedulerConfig(**scheduler)  # type: ignore[arg-type]
+    return EngineCore(
+        Scheduler(config, kv_cache, tracer, shares_prefixes=cache != "none"), FakeExecutor(next_token), tracer
+    )
+
+
+def request(request_id: str, prompt: list[int], *, max_tokens: int = 4, **fields: object) -> EngineRequest:
+    """A request that nothing but max_tokens ends, unless told otherwise."""
+    sampling = fields.pop("sampling", None) or SamplingParams(max_tokens=max_tokens, temperature=0)
+    return EngineRequest(request_id=request_id, prompt_token_ids=prompt, sampling=sampling, **fields)  # type: ignore[arg-type]
+
+
+def run(core: EngineCore, *, max_steps: int = 1000) -> dict[str, list[int]]:
+    """Turn the crank until nothing is left; request id to its output tokens."""
+    outputs: dict[str, list[int]] = {}
+    for _ in range(max_steps):
+        if not core.has_work:
+            return outputs
+        for output in core.step().outputs:
+            outputs.setdefault(output.request_id, []).extend(output.new_token_ids)
+    raise AssertionError(f"work left after {max_steps} steps")
