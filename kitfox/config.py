@@ -134,7 +134,7 @@ class SchedulerConfig:
 
 @dataclass(frozen=True)
 class DeviceConfig:
-    """Where the arithmetic happens: "auto" is CUDA when torch sees a device, else CPU. num_threads 0 means all cores."""
+    """Where the arithmetic happens: "auto" is CUDA where torch sees it, else CPU. num_threads 0 means all cores."""
 
     device: str = "auto"
     num_threads: int = 0

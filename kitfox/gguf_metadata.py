@@ -21,6 +21,9 @@ _STRING, _ARRAY = 8, 9
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _DEFAULT_ALIGNMENT = 32
 _NO_VALUE = object()
+CONTROL_TOKEN = 3
+# Tokens that end a turn whatever the file's eos_token_id says, as the models' own generation configs list them.
+_END_OF_TURN = frozenset({"<end_of_turn>", "<|eot_id|>", "<|eom_id|>", "<|im_end|>"})
 
 
 @dataclass(frozen=True)
@@ -148,3 +151,10 @@ class GgufMetadata:
         if value is _NO_VALUE:
             raise WeightsError(f"{self.path} has no metadata {key!r}")
         return value
+
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """Tokens that end a generation: those the file names, then control tokens known to end a turn."""
+        named = [self.get(f"tokenizer.ggml.{key}_token_id") for key in ("eos", "eot", "eom")]
+        types, tokens = self.get("tokenizer.ggml.token_type", []), self.get("tokenizer.ggml.tokens", [])
+        by_text = [i for i, kind in enumerate(types) if kind == CONTROL_TOKEN and tokens[i] in _END_OF_TURN]
+        return tuple(dict.fromkeys(token_id for token_id in [*named, *by_text] if token_id is not None))

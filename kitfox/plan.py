@@ -1,12 +1,13 @@
 """The memory plan: what weights, activations and KV cache will take, and how many blocks that leaves.
 
-Arithmetic on the configuration only: no torch, nothing is loaded. The engine allocates exactly `MemoryPlan.num_blocks`, so
-what `kitfox plan` prints is what `kitfox serve` does.
+Arithmetic on the configuration only: no torch, nothing is loaded. The engine allocates exactly `MemoryPlan.num_blocks`,
+so what `kitfox plan` prints is what `kitfox serve` does.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import importlib.metadata
 import math
 import os
 import shutil
@@ -99,8 +100,8 @@ def make_plan(config: EngineConfig, model_config: ModelConfig, memory_bytes: int
 def resolve_dtypes(config: EngineConfig, model_config: ModelConfig, device_type: str) -> tuple[str, str]:
     """The element types of weights and of KV, each "float32", "bfloat16" or "float16".
 
-    "auto" is the checkpoint's type, so a GGUF, whose tensors are dequantised, says float32; a type torch cannot compute with
-    becomes float32 on a CPU and bfloat16 on CUDA.
+    "auto" is the checkpoint's type, so a GGUF, whose tensors are dequantised, says float32; a type that is none of the
+    three becomes float32 on a CPU and bfloat16 on CUDA.
     """
     dtype: str = config.model.dtype
     if dtype == "auto":
@@ -215,6 +216,8 @@ def _cuda_memory_bytes() -> int | None:
     """Memory of the smallest visible CUDA device, None when there is none; asked without importing torch."""
     if os.environ.get("CUDA_VISIBLE_DEVICES") == "" or shutil.which("nvidia-smi") is None:
         return None
+    if importlib.metadata.version("torch").endswith("+cpu"):
+        return None
     command = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
     answer = subprocess.run(command, capture_output=True, text=True, check=False)
     sizes = [int(line) << 20 for line in answer.stdout.split() if line.isdigit()]
@@ -272,21 +275,18 @@ def _size_pool(plan: MemoryPlan, config: EngineConfig) -> tuple[int, str]:
 def _problem(plan: MemoryPlan, config: EngineConfig) -> str | None:
     """Why a plan cannot run, None when it can."""
     needed = _ceil_div(plan.max_model_len, plan.block_size)
+    others = f"weights take {_size(plan.weights_bytes)}, activations {_size(plan.activation_bytes)}"
     if plan.num_blocks < needed:
-        block_bytes = plan.block_size * plan.kv_bytes_per_token
-        exact = config.cache.num_blocks is not None or config.cache.memory_bytes is not None
-        room = plan.kv_bytes if exact else plan.budget_bytes - plan.weights_bytes - plan.activation_bytes
-        return (
-            f"One request of {plan.max_model_len:,} tokens needs {_size(needed * block_bytes)} of KV cache, and there is "
-            f"room for {_size(max(room, 0))}: weights take {_size(plan.weights_bytes)}, activations "
-            f"{_size(plan.activation_bytes)}, of {_size(plan.budget_bytes)} ({config.cache.memory_fraction:g} of "
-            f"{_size(plan.memory_bytes)})"
-        )
+        needed_bytes = needed * plan.block_size * plan.kv_bytes_per_token
+        request = f"One request of {plan.max_model_len:,} tokens needs {needed:,} KV blocks ({_size(needed_bytes)})"
+        if config.cache.num_blocks is not None or config.cache.memory_bytes is not None:
+            return f"{request}, and {plan.kv_limit} allows {plan.num_blocks:,} ({_size(plan.kv_bytes)})"
+        room = max(plan.budget_bytes - plan.weights_bytes - plan.activation_bytes, 0)
+        share = f"{config.cache.memory_fraction:g} of {_size(plan.memory_bytes)}"
+        return f"{request}, and there is room for {_size(room)}: {others}, of {_size(plan.budget_bytes)} ({share})"
     if plan.total_bytes > plan.memory_bytes:
-        return (
-            f"Weights ({_size(plan.weights_bytes)}), activations ({_size(plan.activation_bytes)}) and the KV cache asked "
-            f"for ({_size(plan.kv_bytes)}) are more than the {_size(plan.memory_bytes)} of this {plan.device} device"
-        )
+        asked = f"The KV cache asked for takes {_size(plan.kv_bytes)}, {others}"
+        return f"{asked}: more than the {_size(plan.memory_bytes)} of this {plan.device} device"
     return None
 
 
@@ -306,7 +306,7 @@ def _changes(config: EngineConfig, model: ModelConfig, plan: MemoryPlan) -> Iter
     room_tokens = plan.num_blocks * plan.block_size
     shorter = max((size for size in _round_lengths() if size <= room_tokens), default=room_tokens)
     if min(SMALLEST_ADVISED_MODEL_LEN, plan.max_model_len) <= shorter < plan.max_model_len or (
-        0 < shorter and (cache.num_blocks is not None or cache.memory_bytes is not None)
+        shorter > 0 and (cache.num_blocks is not None or cache.memory_bytes is not None)
     ):
         yield f"--max-model-len {shorter}", config.replace(model={"max_model_len": shorter})
     if cache.num_blocks is None and cache.memory_bytes is not None:

@@ -71,7 +71,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         if self.max_tokens is not None:
             limit = f"must be <= max_tokens ({self.max_tokens})"
             _require(self.min_tokens <= self.max_tokens, "min_tokens", limit, self.min_tokens)
-        _require(_is_finite(self.temperature) and self.temperature >= 0, "temperature", "must be >= 0", self.temperature)
+        value = self.temperature
+        _require(_is_finite(value) and value >= 0, "temperature", "must be >= 0", value)
         _require(self.top_k >= -1, "top_k", "must be -1, 0 (both mean all) or positive", self.top_k)
         _require(_is_finite(self.top_p) and 0 < self.top_p <= 1, "top_p", "must be in (0, 1]", self.top_p)
         _require(_is_finite(self.min_p) and 0 <= self.min_p <= 1, "min_p", "must be in [0, 1]", self.min_p)
@@ -84,7 +85,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         _require(len(self.logit_bias) <= MAX_LIST_ENTRIES, "logit_bias", limit, len(self.logit_bias))
         for value in self.logit_bias.values():
             _require(_is_finite(value) and -100 <= value <= 100, "logit_bias", "values must be in [-100, 100]", value)
-        _require(len(self.stop) <= MAX_STOP_STRINGS, "stop", f"must have at most {MAX_STOP_STRINGS} strings", len(self.stop))
+        limit = f"must have at most {MAX_STOP_STRINGS} strings"
+        _require(len(self.stop) <= MAX_STOP_STRINGS, "stop", limit, len(self.stop))
         for text in self.stop:
             _require(text != "", "stop", "must not contain an empty string", text)
             limit = f"strings must have at most {MAX_STOP_STRING_CHARS} characters"

@@ -1,4 +1,4 @@
-"""The door: a prompt and sampling parameters become checked engine requests. The only place that says 400 about them."""
+"""The door: a prompt and sampling parameters become checked engine requests. Only here are they refused."""
 
 from __future__ import annotations
 
@@ -112,7 +112,9 @@ class InputProcessor:
         room = limit - num_prompt_tokens
         if sampling.max_tokens is None and room >= 1:
             if sampling.min_tokens > room:
-                raise InvalidParameterError("min_tokens", f"must be <= {room}, what the {what} leaves", sampling.min_tokens)
+                raise InvalidParameterError(
+                    "min_tokens", f"must be <= {room}, what the {what} leaves", sampling.min_tokens
+                )
             return room
         wanted = 1 if sampling.max_tokens is None else sampling.max_tokens
         if wanted > room:

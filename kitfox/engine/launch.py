@@ -1,4 +1,4 @@
-"""Composition root: configuration -> executor, KV cache, scheduler, core. The only part of the engine that knows torch."""
+"""Composition root: configuration -> executor, KV cache, scheduler, core. Here alone the engine knows torch."""
 
 from __future__ import annotations
 
@@ -43,9 +43,7 @@ logger = logging.getLogger("kitfox.engine")
 
 def make_core(config: EngineConfig, executor: Executor, num_blocks: int, tracer: Tracer) -> EngineCore:
     kv_cache = make_kv_cache_manager(config.cache, num_blocks)
-    scheduler = Scheduler(
-        config.scheduler, kv_cache, tracer, shares_prefixes=config.cache.organisation != "none"
-    )
+    scheduler = Scheduler(config.scheduler, kv_cache, tracer, shares_prefixes=config.cache.organisation != "none")
     return EngineCore(scheduler, executor, tracer)
 
 

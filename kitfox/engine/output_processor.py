@@ -115,9 +115,7 @@ class OutputProcessor:
             )
             for index, request in enumerate(requests)
         }
-        state = _RequestState(
-            first.request_id, prompt, first.prompt_token_ids, sampling, answers, first.arrival_time_s
-        )
+        state = _RequestState(first.request_id, prompt, first.prompt_token_ids, sampling, answers, first.arrival_time_s)
         state.num_unfinished = len(requests)
         if sampling.prompt_logprobs is not None:
             state.prompt_logprobs.append(None)  # nothing precedes the first token
@@ -141,7 +139,7 @@ class OutputProcessor:
         """Turn a step's news into text.
 
         Returns:
-            Deltas, one a request with news; and the engine request ids that a stop string ended, to be aborted in the core.
+            Deltas, one a request with news; and the engine request ids that a stop string ended, for the core to abort.
         """
         news: dict[str, RequestOutput] = {}
         to_abort: list[str] = []

@@ -32,7 +32,9 @@ class Scheduler:
     Invariant: a request is in exactly one of `waiting` (holding no blocks) and `running` (holding blocks), or finished.
     """
 
-    def __init__(self, config: SchedulerConfig, kv_cache: KVCacheManager, tracer: Tracer, *, shares_prefixes: bool = True):
+    def __init__(
+        self, config: SchedulerConfig, kv_cache: KVCacheManager, tracer: Tracer, *, shares_prefixes: bool = True
+    ):
         self.config = config
         self.kv_cache = kv_cache
         self.tracer = tracer
@@ -257,7 +259,12 @@ class Scheduler:
         return accepted
 
     def _news(
-        self, request: Request, accepted: list[int], logprobs: list[TokenLogprobs], prompt_logprobs: list[TokenLogprobs], error: str | None
+        self,
+        request: Request,
+        accepted: list[int],
+        logprobs: list[TokenLogprobs],
+        prompt_logprobs: list[TokenLogprobs],
+        error: str | None,
     ) -> EngineOutput:
         now = time.monotonic()
         started = request.first_scheduled_time_s or now

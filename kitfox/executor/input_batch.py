@@ -1,7 +1,8 @@
-"""Persistent arrays of every request the executor knows, updated by difference; a step's inputs are gathered from them."""
+"""Persistent arrays of every request the executor knows, updated by difference; each step is gathered from them."""
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass
 
 import numpy as np
@@ -54,7 +55,8 @@ class InputBatch:
     Memory: max_num_seqs * (max_model_len * 8 + max_blocks * 4) bytes, touched only as far as it is used.
     """
 
-    def __init__(self, max_num_seqs: int, max_model_len: int, block_size: int):
+    def __init__(self, max_num_seqs: int, max_model_len: int, block_size: int, seed: int = 0):
+        self._seed = seed
         self.block_size = block_size
         max_blocks = -(-max_model_len // block_size)
         self._token_ids = np.zeros((max_num_seqs, max_model_len), dtype=np.int64)
@@ -65,18 +67,18 @@ class InputBatch:
     def __len__(self) -> int:
         return len(self._rows)
 
-    def update(self, scheduled: SchedulerOutput, fresh_seed: int) -> None:
-        """Take over a step's differences: forget, extend, add. fresh_seed varies unseeded requests."""
+    def update(self, scheduled: SchedulerOutput) -> None:
+        """Take over a step's differences: forget, extend, add."""
         for request_id in (*scheduled.finished_request_ids, *scheduled.preempted_request_ids):
             row = self._rows.pop(request_id, None)
             if row is not None:
                 self._free_rows.append(row.row)
         for cached in scheduled.cached_requests:
             self._extend(cached)
-        for position, new in enumerate(scheduled.new_requests):
-            self._add(new, fresh_seed + position)
+        for new in scheduled.new_requests:
+            self._add(new)
 
-    def _add(self, new: NewRequest, fresh_seed: int) -> None:
+    def _add(self, new: NewRequest) -> None:
         assert new.request_id not in self._rows, f"{new.request_id} was sent in full twice"
         index = self._free_rows.pop()
         num_tokens, num_blocks = len(new.token_ids), len(new.block_ids)
@@ -92,8 +94,13 @@ class InputBatch:
             num_tokens=num_tokens,
             num_blocks=num_blocks,
             num_computed_tokens=new.num_computed_tokens,
-            seed=fresh_seed if seed is None else seed,
+            seed=self._seed_of(new.request_id) if seed is None else seed,
         )
+
+    def _seed_of(self, request_id: str) -> int:
+        """The noise of a request that brought no seed: its id decides, so that a resume goes on with the same noise."""
+        digest = hashlib.blake2b(f"{self._seed}:{request_id}".encode(), digest_size=8).digest()
+        return int.from_bytes(digest, "little", signed=True)
 
     def _extend(self, cached: CachedRequest) -> None:
         row = self._rows[cached.request_id]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import random
-
 import torch
 
 from kitfox.attention.backend import ForwardBatch, make_attention_backend
@@ -35,13 +33,12 @@ class ModelRunner:
         self.device = device
         self.attention = make_attention_backend(device)
         self.sampler = Sampler()
-        self.input_batch = InputBatch(max_num_seqs, max_model_len, block_size)
-        self._fresh_seeds = random.Random(seed)
+        self.input_batch = InputBatch(max_num_seqs, max_model_len, block_size, seed)
 
     @torch.inference_mode()
     def execute(self, scheduled: SchedulerOutput) -> ModelRunnerOutput:
         """Compute a step's tokens, writing their KV, and sample where a request's last token was computed."""
-        self.input_batch.update(scheduled, self._fresh_seeds.getrandbits(62))
+        self.input_batch.update(scheduled)
         self._copy_blocks(scheduled.block_copies)
         if not scheduled.num_scheduled_tokens:
             return ModelRunnerOutput()
@@ -49,14 +46,16 @@ class ModelRunner:
         hidden = self.model.forward(self._forward_batch(step))  # [T, hidden]
         prompt = self._prompt_logprobs(step, hidden)
         sampled, logprobs, errors = self._sample(step, hidden)
-        return ModelRunnerOutput(
-            sampled_token_ids=sampled, logprobs=logprobs, prompt_logprobs=prompt, errors=errors
-        )
+        return ModelRunnerOutput(sampled_token_ids=sampled, logprobs=logprobs, prompt_logprobs=prompt, errors=errors)
 
     def _copy_blocks(self, copies: list[BlockCopy]) -> None:
-        for copy in copies:
-            for kv_cache in self.kv_caches:
-                reference.copy_blocks(kv_cache, copy.src, copy.dst, copy.num_tokens)
+        if not copies:
+            return
+        src, dst, num_tokens = torch.tensor([(c.src, c.dst, c.num_tokens) for c in copies], device=self.device).unbind(
+            1
+        )
+        for kv_cache in self.kv_caches:
+            reference.copy_blocks(kv_cache, src, dst, num_tokens)
 
     def _forward_batch(self, step: StepInputs) -> ForwardBatch:
         def to_device(array: object) -> torch.Tensor:
@@ -105,7 +104,7 @@ class ModelRunner:
             output_token_ids=tokens[row.num_prompt_tokens :],
             stop_token_ids=row.stop_token_ids,
             position=row.num_tokens,
-            seed=row.seed,
+            seed_key=row.seed,
         )
 
     def _prompt_logprobs(self, step: StepInputs, hidden: torch.Tensor) -> dict[str, list[TokenLogprobs]]:

@@ -131,7 +131,8 @@ class BlockPool:
     def release(self, blocks: Sequence[Block]) -> None:
         """Drop one holder of each. Blocks that become free queue up in the given order: findable ones behind all
         other free blocks, worthless ones in front of them."""
-        findable, worthless = [], []
+        findable: list[Block] = []
+        worthless: list[Block] = []
         for block in blocks:
             assert block.ref_count > 0, f"{block} was released more often than held"
             block.ref_count -= 1

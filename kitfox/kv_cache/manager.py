@@ -19,7 +19,7 @@ from kitfox.step import BlockCopy
 
 @dataclass(frozen=True)
 class PrefixMatch:
-    """The longest reusable prefix of a request, found by `match_prefix` and pinned by `allocate_slots` in the same step.
+    """The longest reusable prefix of a request: `match_prefix` finds it, `allocate_slots` pins it in the same step.
 
     Attributes:
         num_tokens: how many leading tokens are in the cache; always less than the request's number of tokens.
@@ -57,6 +57,8 @@ class KVCacheEvent(msgspec.Struct, frozen=True, tag=True):
 
 class BlocksStored(KVCacheEvent, frozen=True, tag="stored"):
     """A run of tokens became findable.
+
+    A known identity stored again replaces what it stood for: a radix node was split, trimmed or moved to other blocks.
 
     Attributes:
         block_ids: the blocks that hold it.
@@ -125,9 +127,10 @@ class KVCacheManager(ABC):
     def allocate_slots(
         self, request: Request, num_new_tokens: int, *, prefix: PrefixMatch = NO_PREFIX, num_lookahead_tokens: int = 0
     ) -> Allocation | None:
-        """Reserve blocks for the next tokens of a request. Atomic: pins `prefix`, evicts if it must, or changes nothing.
+        """Reserve blocks for a request's next tokens. Atomic: pins `prefix`, evicts if it must, or changes nothing.
 
-        The request's computed length is `prefix.num_tokens` on its first call and `request.num_computed_tokens` on later ones.
+        The request's computed length is `prefix.num_tokens` on its first call and `request.num_computed_tokens`
+        on later ones.
 
         Args:
             num_new_tokens: tokens computed this step beyond that; >= 1.
@@ -135,7 +138,8 @@ class KVCacheManager(ABC):
             num_lookahead_tokens: slots for drafts written before they are verified.
 
         Returns:
-            The blocks newly appended to the request's table (possibly none), or None when there is no room.
+            The blocks newly appended to the request's table (possibly none), or None when there is no room. None too
+            when `prefix` went stale, because another allocation evicted it since the match: match again next step.
         """
 
     @abstractmethod
@@ -149,7 +153,8 @@ class KVCacheManager(ABC):
     def free(self, request: Request) -> None:
         """Give up a request's blocks: findable ones stay cached until evicted, duplicates and tails become free.
 
-        Harmless for a request that holds nothing. The radix organisation publishes the rest of its computed tokens first.
+        Harmless for a request that holds nothing. The radix organisation publishes the rest of its computed tokens
+        first, so a request that is preempted keeps its num_computed_tokens until after this call.
         """
 
     @abstractmethod
@@ -172,7 +177,10 @@ class KVCacheManager(ABC):
 
     @abstractmethod
     def take_events(self) -> list[KVCacheEvent]:
-        """Changes of the cache's content since the last call."""
+        """Changes of the cache's content since the last call; the first call reports all content so far as stored.
+
+        Nothing is recorded before that first call, so a cache nobody listens to holds no events.
+        """
 
     @abstractmethod
     def explain(self, request: Request) -> str:

@@ -155,7 +155,6 @@ class PagedKVCacheManager(KVCacheManager):
     def allocate_slots(
         self, request: Request, num_new_tokens: int, *, prefix: PrefixMatch = NO_PREFIX, num_lookahead_tokens: int = 0
     ) -> Allocation | None:
-        """As in the interface; None also when `prefix` went stale, because its blocks were evicted since the match."""
         assert num_new_tokens >= 1, f"{request} asked for {num_new_tokens} tokens"
         table = self._tables.get(request.request_id)
         assert table is None or prefix is NO_PREFIX, f"{request} came with a prefix although it holds blocks"
@@ -283,7 +282,6 @@ class PagedKVCacheManager(KVCacheManager):
         return self._num_cached_blocks
 
     def take_events(self) -> list[KVCacheEvent]:
-        """As in the interface; the first call reports everything cached so far and starts the recording."""
         if self._events is not None:
             events, self._events = self._events, []
             return events

@@ -189,21 +189,38 @@ class ServerMetrics(Collector):
         usage = used_blocks / stats.num_blocks if stats.num_blocks else 0.0
         hit_rate = stats.prefix_hits / stats.prefix_queries if stats.prefix_queries else 0.0
         size = stats.block_size
-        yield from self._gauge("Requests in the current step", stats.num_running, "vllm:num_requests_running", "sglang:num_running_reqs")
-        yield from self._gauge("Requests waiting", stats.num_waiting, "vllm:num_requests_waiting", "sglang:num_queue_reqs")
+        yield from self._gauge(
+            "Requests in the current step", stats.num_running, "vllm:num_requests_running", "sglang:num_running_reqs"
+        )
+        yield from self._gauge(
+            "Requests waiting", stats.num_waiting, "vllm:num_requests_waiting", "sglang:num_queue_reqs"
+        )
         yield from self._gauge(
             "Share of KV blocks that running requests hold, 0 to 1", usage,
             "vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc", "sglang:token_usage", "sglang:full_token_usage",
         )  # fmt: skip
-        yield from self._gauge("Prompt tokens found in the prefix cache, share of all since the start", hit_rate, "sglang:cache_hit_rate")
-        yield from self._gauge("Tokens of KV that running requests hold, in whole blocks", used_blocks * size, "sglang:num_used_tokens", "sglang:kv_used_tokens")
-        yield from self._gauge("Tokens of KV that could be handed out now, evictable ones included", stats.num_free_blocks * size, "sglang:kv_available_tokens")
+        yield from self._gauge(
+            "Prompt tokens found in the prefix cache, share of all since the start", hit_rate, "sglang:cache_hit_rate"
+        )
+        yield from self._gauge(
+            "Tokens of KV that running requests hold, in whole blocks",
+            used_blocks * size,
+            "sglang:num_used_tokens",
+            "sglang:kv_used_tokens",
+        )
+        yield from self._gauge(
+            "Tokens of KV that could be handed out now, evictable ones included",
+            stats.num_free_blocks * size,
+            "sglang:kv_available_tokens",
+        )
         yield from self._gauge("Tokens that the KV pool holds", stats.num_blocks * size, "sglang:max_total_num_tokens")
         yield from self._gauge("Tokens in a KV block", size, "sglang:page_size")
         yield from self._gauge("KV blocks", stats.num_blocks, "sglang:num_pages")
         yield from self._gauge("Longest prompt plus output, in tokens", self._max_model_len, "sglang:context_len")
         throughput = stats.num_step_tokens / stats.step_time_s if stats.step_time_s > 0 and stats.num_running else 0.0
-        yield from self._gauge("Tokens a second in the latest step, prompt tokens included", throughput, "sglang:gen_throughput")
+        yield from self._gauge(
+            "Tokens a second in the latest step, prompt tokens included", throughput, "sglang:gen_throughput"
+        )
         yield self._cache_config_info(stats)
 
     def _cache_config_info(self, stats: EngineStats) -> GaugeMetricFamily:
@@ -220,20 +237,40 @@ class ServerMetrics(Collector):
         return family
 
     def _counters(self, stats: EngineStats) -> Iterable[CounterMetricFamily]:
-        yield from self._counter("Prompt tokens of requests that were started", self.prompt_tokens, "vllm:prompt_tokens", "sglang:prompt_tokens")
-        yield from self._counter("Generated tokens", self.generation_tokens, "vllm:generation_tokens", "sglang:generation_tokens")
-        yield from self._counter("Prompt tokens that came from the prefix cache", self.cached_tokens, "vllm:prompt_tokens_cached")
-        yield self._labelled("sglang:cached_tokens", "Prompt tokens that came from the prefix cache", "cache_source", {"device": self.cached_tokens})
+        yield from self._counter(
+            "Prompt tokens of requests that were started",
+            self.prompt_tokens,
+            "vllm:prompt_tokens",
+            "sglang:prompt_tokens",
+        )
+        yield from self._counter(
+            "Generated tokens", self.generation_tokens, "vllm:generation_tokens", "sglang:generation_tokens"
+        )
+        yield from self._counter(
+            "Prompt tokens that came from the prefix cache", self.cached_tokens, "vllm:prompt_tokens_cached"
+        )
+        yield self._labelled(
+            "sglang:cached_tokens",
+            "Prompt tokens that came from the prefix cache",
+            "cache_source",
+            {"device": self.cached_tokens},
+        )
         by_source = {"local_compute": self.prompt_tokens - self.cached_tokens, "local_cache_hit": self.cached_tokens}
         yield self._labelled("vllm:prompt_tokens_by_source", "Where prompt tokens came from", "source", by_source)
-        yield from self._counter("Tokens looked up in the prefix cache", stats.prefix_queries, "vllm:prefix_cache_queries")
+        yield from self._counter(
+            "Tokens looked up in the prefix cache", stats.prefix_queries, "vllm:prefix_cache_queries"
+        )
         yield from self._counter("Tokens found in the prefix cache", stats.prefix_hits, "vllm:prefix_cache_hits")
-        yield from self._counter("Preemptions", stats.num_preemptions, "vllm:num_preemptions", "sglang:num_retracted_requests")
+        yield from self._counter(
+            "Preemptions", stats.num_preemptions, "vllm:num_preemptions", "sglang:num_retracted_requests"
+        )
         yield from self._counter("Cached tokens that were evicted", stats.num_evicted_tokens, "sglang:evicted_tokens")
         yield from self._counter("Requests handed to the engine", self.num_requests, "sglang:num_requests")
         yield from self._counter("Answers aborted", self.finished["abort"], "sglang:num_aborted_requests")
         yield self._labelled("vllm:request_success", "Answers that ended, by reason", "finished_reason", self.finished)
-        yield self._labelled("vllm:admission_rejections", "Requests refused without being queued", "reason", self.rejections)
+        yield self._labelled(
+            "vllm:admission_rejections", "Requests refused without being queued", "reason", self.rejections
+        )
         family = CounterMetricFamily("http_requests", "HTTP responses started", labels=["method", "status"])
         for (method, status), count in sorted(self.http_responses.items()):
             family.add_metric([method, status], count)
@@ -243,25 +280,58 @@ class ServerMetrics(Collector):
         both = [
             (self.ttft, "Seconds from arrival to the first token", "time_to_first_token_seconds"),
             (self.itl, "Seconds between tokens of one answer", "inter_token_latency_seconds"),
-            (self.tpot, "Seconds a token after the first, one value an answer", "request_time_per_output_token_seconds"),
+            (
+                self.tpot,
+                "Seconds a token after the first, one value an answer",
+                "request_time_per_output_token_seconds",
+            ),
             (self.e2e, "Seconds from arrival to the end", "e2e_request_latency_seconds"),
         ]
         for histogram, help_text, name in both:
             yield from self._histogram(histogram, help_text, f"vllm:{name}", f"sglang:{name}")
-        yield from self._histogram(self.tpot, "The former name of request_time_per_output_token_seconds", "vllm:time_per_output_token_seconds")
-        yield from self._histogram(self.queue, "Seconds waiting to be scheduled first", "vllm:request_queue_time_seconds", "sglang:queue_time_seconds")
-        yield from self._histogram(self.inference, "Seconds from being scheduled to the end", "vllm:request_inference_time_seconds")
-        yield from self._histogram(self.prefill, "Seconds from being scheduled to the first token", "vllm:request_prefill_time_seconds")
-        yield from self._histogram(self.decode, "Seconds from the first token to the end", "vllm:request_decode_time_seconds")
-        yield from self._histogram(self.request_prompt_tokens, "Prompt tokens of a request", "vllm:request_prompt_tokens", "sglang:prompt_tokens_histogram")
+        yield from self._histogram(
+            self.tpot, "The former name of request_time_per_output_token_seconds", "vllm:time_per_output_token_seconds"
+        )
+        yield from self._histogram(
+            self.queue,
+            "Seconds waiting to be scheduled first",
+            "vllm:request_queue_time_seconds",
+            "sglang:queue_time_seconds",
+        )
+        yield from self._histogram(
+            self.inference, "Seconds from being scheduled to the end", "vllm:request_inference_time_seconds"
+        )
+        yield from self._histogram(
+            self.prefill, "Seconds from being scheduled to the first token", "vllm:request_prefill_time_seconds"
+        )
+        yield from self._histogram(
+            self.decode, "Seconds from the first token to the end", "vllm:request_decode_time_seconds"
+        )
+        yield from self._histogram(
+            self.request_prompt_tokens,
+            "Prompt tokens of a request",
+            "vllm:request_prompt_tokens",
+            "sglang:prompt_tokens_histogram",
+        )
         yield from self._histogram(
             self.request_uncached_tokens, "Prompt tokens of a request that had to be computed",
             "vllm:request_prefill_kv_computed_tokens", "sglang:uncached_prompt_tokens_histogram",
         )  # fmt: skip
-        yield from self._histogram(self.request_generation_tokens, "Tokens of an answer", "vllm:request_generation_tokens", "sglang:generation_tokens_histogram")
-        yield from self._histogram(self.max_generation_tokens, "Tokens of the longest answer of a request", "vllm:request_max_num_generation_tokens")
+        yield from self._histogram(
+            self.request_generation_tokens,
+            "Tokens of an answer",
+            "vllm:request_generation_tokens",
+            "sglang:generation_tokens_histogram",
+        )
+        yield from self._histogram(
+            self.max_generation_tokens,
+            "Tokens of the longest answer of a request",
+            "vllm:request_max_num_generation_tokens",
+        )
         yield from self._histogram(self.params_n, "The n parameter", "vllm:request_params_n")
-        yield from self._histogram(self.params_max_tokens, "The max_tokens parameter, where given", "vllm:request_params_max_tokens")
+        yield from self._histogram(
+            self.params_max_tokens, "The max_tokens parameter, where given", "vllm:request_params_max_tokens"
+        )
 
     # ---- one measurement, all of its names ------------------------------------------------------------------------
 

@@ -27,9 +27,6 @@ _GGUF_ARCHITECTURES = {
     "qwen3": "Qwen3ForCausalLM",
     "gemma3": "Gemma3ForCausalLM",
 }
-# Tokens that end a turn whatever the file's eos_token_id says, as the models' own generation configs list them.
-_END_OF_TURN = frozenset({"<end_of_turn>", "<|eot_id|>", "<|eom_id|>", "<|im_end|>"})
-_CONTROL_TOKEN = 3
 _GGML_FLOATS = {0: "float32", 1: "float16", 30: "bfloat16"}
 _GEMMA3_PATTERN = 6
 _GEMMA3_LOCAL_THETA = 10000.0
@@ -259,7 +256,7 @@ def _from_gguf(metadata: GgufMetadata) -> ModelConfig:
         logit_softcap=get("final_logit_softcapping"),
         attention_softcap=get("attn_logit_softcapping"),
         bos_token_id=metadata.get("tokenizer.ggml.bos_token_id"),
-        eos_token_ids=gguf_eos_token_ids(metadata),
+        eos_token_ids=metadata.eos_token_ids(),
         dtype=_GGML_FLOATS.get(tensors["blk.0.attn_q.weight"].type_id, "float32"),
         stored_bytes=metadata.path.stat().st_size,
     )
@@ -272,14 +269,6 @@ def _short_float(value: float) -> float:
         if struct.pack("<f", short) == struct.pack("<f", value):
             return short
     return value
-
-
-def gguf_eos_token_ids(metadata: GgufMetadata) -> tuple[int, ...]:
-    """Tokens that end a generation: those the file names, and control tokens known to end a turn."""
-    named = [metadata.get(f"tokenizer.ggml.{key}_token_id") for key in ("eos", "eot", "eom")]
-    types, tokens = metadata.get("tokenizer.ggml.token_type", []), metadata.get("tokenizer.ggml.tokens", [])
-    by_text = [i for i, kind in enumerate(types) if kind == _CONTROL_TOKEN and tokens[i] in _END_OF_TURN]
-    return _merge_ids(*named, by_text)
 
 
 def _gguf_rope_scaling(metadata: GgufMetadata, name: str, head_dim: int) -> RopeScaling | None:

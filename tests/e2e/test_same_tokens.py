@@ -10,9 +10,9 @@ import json
 from pathlib import Path
 
 import pytest
-from tests.e2e.prompts import CHAT, PROMPTS
 
 from kitfox import LLM, SamplingParams
+from tests.e2e.prompts import CHAT, PROMPTS
 
 pytestmark = pytest.mark.model
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)

@@ -56,7 +56,12 @@ class FakeExecutor:
 
 
 def make_core(
-    *, cache: str = "paged", num_blocks: int = 64, block_size: int = 4, next_token: NextToken = successor, **scheduler: object
+    *,
+    cache: str = "paged",
+    num_blocks: int = 64,
+    block_size: int = 4,
+    next_token: NextToken = successor,
+    **scheduler: object,
 ) -> EngineCore:
     tracer = Tracer()
     kv_cache = make_kv_cache_manager(CacheConfig(organisation=cache, block_size=block_size), num_blocks)  # type: ignore[arg-type]

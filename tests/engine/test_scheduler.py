@@ -5,12 +5,12 @@ from __future__ import annotations
 import random
 
 import pytest
-from tests.engine.fakes import FakeExecutor, make_core, request, run
 
 from kitfox.config import CACHE_ORGANISATIONS
 from kitfox.outputs import EngineOutput
 from kitfox.request import FinishReason, SamplingParams
 from kitfox.step import BlockCopy, CachedRequest, NewRequest, SchedulerOutput
+from tests.engine.fakes import FakeExecutor, make_core, request, run
 
 
 def steps_of(core) -> list[SchedulerOutput]:

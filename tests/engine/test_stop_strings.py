@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -58,5 +60,5 @@ def test_no_stop_before_min_tokens():
 )
 def test_every_split_gives_what_the_whole_gives(text: str, stops: list[str], cuts: list[int]):
     borders = sorted({0, len(text), *(c for c in cuts if c <= len(text))})
-    chunks = [text[a:b] for a, b in zip(borders, borders[1:], strict=False)]
+    chunks = [text[a:b] for a, b in itertools.pairwise(borders)]
     assert cut(tuple(stops), chunks) == cut(tuple(reversed(stops)), [text])

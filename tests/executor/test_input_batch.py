@@ -7,7 +7,9 @@ from kitfox.request import SamplingParams
 from kitfox.step import CachedRequest, NewRequest, SchedulerOutput
 
 
-def new(request_id: str, tokens: list[int], blocks: list[int], computed: int = 0, seed: int | None = None) -> NewRequest:
+def new(
+    request_id: str, tokens: list[int], blocks: list[int], computed: int = 0, seed: int | None = None
+) -> NewRequest:
     return NewRequest(
         request_id=request_id,
         token_ids=tokens,
@@ -26,7 +28,7 @@ def test_a_ragged_step_is_gathered_exactly():
         new_requests=[new("a", [10, 11, 12, 13, 14, 15], [7, 2]), new("b", [20, 21, 22], [5], computed=2)],
         num_scheduled_tokens={"a": 5, "b": 1},
     )
-    batch.update(first, fresh_seed=100)
+    batch.update(first)
     step = batch.gather(first.num_scheduled_tokens)
     assert step.token_ids.tolist() == [10, 11, 12, 13, 14, 22]
     assert step.positions.tolist() == [0, 1, 2, 3, 4, 2]
@@ -35,7 +37,7 @@ def test_a_ragged_step_is_gathered_exactly():
     assert step.seq_lens.tolist() == [5, 3]
     assert step.block_table.tolist() == [[7, 2], [5, 0]]
     assert step.samples.tolist() == [False, True]
-    assert [row.seed for row in step.rows] == [100, 101]
+    assert step.rows[0].seed != step.rows[1].seed
 
     batch.append_sampled(step.rows[1], 23)
     second = SchedulerOutput(
@@ -46,7 +48,7 @@ def test_a_ragged_step_is_gathered_exactly():
         ],
         num_scheduled_tokens={"b": 1, "a": 1},
     )
-    batch.update(second, fresh_seed=0)
+    batch.update(second)
     step = batch.gather(second.num_scheduled_tokens)
     assert step.token_ids.tolist() == [23, 15]
     assert step.slot_mapping.tolist() == [23, 9]
@@ -55,11 +57,11 @@ def test_a_ragged_step_is_gathered_exactly():
 
 def test_rows_are_reused_and_a_preempted_request_comes_back_in_full():
     batch = InputBatch(max_num_seqs=1, max_model_len=8, block_size=4)
-    batch.update(SchedulerOutput(step=1, new_requests=[new("a", [1, 2], [3], seed=7)]), 0)
-    batch.update(SchedulerOutput(step=2, preempted_request_ids=["a"]), 0)
+    batch.update(SchedulerOutput(step=1, new_requests=[new("a", [1, 2], [3], seed=7)]))
+    batch.update(SchedulerOutput(step=2, preempted_request_ids=["a"]))
     assert len(batch) == 0
-    batch.update(SchedulerOutput(step=3, new_requests=[new("b", [9], [1])]), 0)
-    batch.update(SchedulerOutput(step=4, finished_request_ids=["b"], new_requests=[new("a", [1, 2, 5], [2], seed=7)]), 0)
+    batch.update(SchedulerOutput(step=3, new_requests=[new("b", [9], [1])]))
+    batch.update(SchedulerOutput(step=4, finished_request_ids=["b"], new_requests=[new("a", [1, 2, 5], [2], seed=7)]))
     step = batch.gather({"a": 3})
     assert step.token_ids.tolist() == [1, 2, 5]
     assert step.slot_mapping.tolist() == [8, 9, 10]

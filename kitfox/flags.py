@@ -1,0 +1,924 @@
+"""The command lines of `kitfox serve` (vLLM's spellings) and `kitfox.launch_server` (SGLang's), as one table.
+
+A row of `FLAGS` is one meaning: how each dialect spells it, the setting it fills and how its text is read. A row with
+`unsupported` is known but cannot be honoured, and says so; `harmless` lists the values of such a flag that ask for what
+kitfox does anyway. Nothing is ignored: an unknown flag is an error that names the nearest one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import difflib
+import json
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, NoReturn
+
+from kitfox.config import (
+    CACHE_ORGANISATIONS,
+    DTYPES,
+    EVICTION_POLICIES,
+    SCHEDULING_POLICIES,
+    CacheConfig,
+    DeviceConfig,
+    EngineConfig,
+    ModelOptions,
+    SchedulerConfig,
+)
+from kitfox.errors import ConfigError
+
+Dialect = Literal["vllm", "sglang"]
+ENGINE_OF = {"vllm": "vLLM", "sglang": "SGLang"}
+PROGRAM_OF = {"vllm": "kitfox serve", "sglang": "python -m kitfox.launch_server"}
+LOG_LEVELS = ("debug", "info", "warning", "error", "critical")
+PREFILL_TOKENS_UNCHUNKED = 16384  # SGLang's --max-prefill-tokens, the budget when prompts are not split
+
+
+@dataclass(frozen=True)
+class ServerOptions:
+    """What the server needs beside the engine's configuration.
+
+    Attributes:
+        shutdown_timeout_s: how long running requests may take to finish after SIGTERM.
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    log_level: str = "info"
+    shutdown_timeout_s: float = 30.0
+
+
+@dataclass(frozen=True)
+class Flag:
+    """One meaning in both dialects.
+
+    Attributes:
+        help: what it sets, for people.
+        group: heading in `--help`.
+        vllm, sglang: spellings separated by spaces, the usual one first; "" where a dialect has none.
+        target: the setting, as "section.field"; "" when nothing is set, because kitfox always does what the flag asks.
+        parse: text to value; raises argparse.ArgumentTypeError.
+        switch: the value that the bare flag stands for; None when the flag takes a value.
+        many: takes one or more values.
+        defaults: per dialect, where it is not the setting's own default.
+        unsupported: why the flag cannot be honoured; "" when it can.
+        harmless: values (or "" for the bare switch) that an unsupported flag may have all the same.
+    """
+
+    help: str
+    group: str
+    vllm: str = ""
+    sglang: str = ""
+    target: str = ""
+    parse: Callable[[str], Any] = str
+    switch: object = None
+    many: bool = False
+    defaults: dict[str, Any] = dataclasses.field(default_factory=dict)
+    unsupported: str = ""
+    harmless: tuple[str, ...] = ()
+
+    def spellings(self, dialect: Dialect) -> list[str]:
+        return (self.vllm if dialect == "vllm" else self.sglang).split()
+
+
+# ---- how texts become values ----------------------------------------------------------------------------------------
+
+
+def size(text: str) -> int:
+    """A count or a number of bytes: "4096", "4k" (4000), "4K" (4096), "1.5M", "2G"."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([kKmMgG]?)", text)
+    if match is None:
+        raise argparse.ArgumentTypeError(f"must be a number such as 4096, 4k (4000) or 4K (4096). Given: {text!r}")
+    number, suffix = match.groups()
+    power = " kmg".index(suffix.lower() or " ")
+    value = float(number) * (1000 if suffix.islower() else 1024) ** power
+    if not value.is_integer():
+        raise argparse.ArgumentTypeError(f"must be a whole number. Given: {text!r}")
+    return int(value)
+
+
+def size_or(**words: int) -> Callable[[str], int]:
+    """A size, or one of some words that stand for a number; "minus_one" stands for the text -1."""
+
+    def parse(text: str) -> int:
+        name = "minus_one" if text == "-1" else text
+        return words[name] if name in words else size(text)
+
+    return parse
+
+
+def number(minimum: float, maximum: float, kind: type[int] | type[float] = int) -> Callable[[str], Any]:
+    """A number within limits, both included."""
+
+    def parse(text: str) -> Any:
+        limit = f"must be in [{minimum:g}, {maximum:g}]" if maximum < 2**31 else f"must be >= {minimum:g}"
+        try:
+            value = kind(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"{limit}. Given: {text!r}") from None
+        if not minimum <= value <= maximum:
+            raise argparse.ArgumentTypeError(f"{limit}. Given: {text!r}")
+        return value
+
+    return parse
+
+
+def one_of(*words: str, **aliases: str) -> Callable[[str], str]:
+    """One of some words; an alias is another way to write one of them."""
+
+    def parse(text: str) -> str:
+        value = aliases.get(text, text)
+        if value not in words:
+            raise argparse.ArgumentTypeError(f"must be one of {', '.join(words)}. Given: {text!r}")
+        return value
+
+    return parse
+
+
+ANY = 2**63 - 1
+parse_dtype = one_of(*DTYPES, half="float16", float="float32", bf16="bfloat16", fp16="float16", fp32="float32")
+
+# ---- the table ------------------------------------------------------------------------------------------------------
+
+MODEL, SERVER, CACHE, SCHEDULING, DEVICE = "Model", "Server", "Cache and memory", "Scheduling", "Device"
+OBSERVING, PARALLEL, FEATURES, SPEED = "Observing", "Parallelism", "Features", "Speed"
+
+NO_PARALLEL = "several devices are not supported yet"
+NO_SPECULATION = "speculative decoding is not built yet"
+NO_STRUCTURED = "structured output is not built yet"
+NO_TOOLS = "tool calls and reasoning parsers are not built yet"
+NO_LORA = "LoRA adapters are not built yet"
+NO_OFFLOAD = "offloading to other memory is not built yet"
+NO_CAPTURE = "captured or compiled steps are not built yet; kitfox runs eagerly"
+NO_OVERLAP = "overlapped scheduling is not built yet"
+NO_KEYS = "API keys and TLS are not built yet: put a reverse proxy in front, and bind 127.0.0.1"
+NO_QUANTISATION = "quantised arithmetic is not built yet (a GGUF file is dequantised when it is loaded)"
+
+FLAGS: tuple[Flag, ...] = (
+    # -- model
+    Flag(
+        "alias, directory, .gguf file or hub id",
+        MODEL,
+        "--model",
+        "--model-path --model",
+        "model.model",
+    ),
+    Flag(
+        "names the API answers to; the first one is reported",
+        MODEL,
+        "--served-model-name",
+        "--served-model-name",
+        "model.served_model_names",
+        many=True,
+    ),
+    Flag(
+        "longest prompt plus answer, in tokens: 4096, 4k (4000), 4K (4096), or auto for the longest that fits",
+        MODEL,
+        "--max-model-len",
+        "--context-length",
+        "model.max_model_len",
+        size_or(auto=-1, minus_one=-1),
+    ),
+    Flag("element type of weights and activations", MODEL, "--dtype", "--dtype", "model.dtype", parse_dtype),
+    Flag("where the tokenizer is, if not with the model", MODEL, "--tokenizer", "--tokenizer-path", "model.tokenizer"),
+    Flag("revision of a hub model", MODEL, "--revision", "--revision", "model.revision"),
+    Flag(
+        "auto, safetensors, gguf or dummy (random weights)",
+        MODEL,
+        "--load-format",
+        "--load-format",
+        "model.load_format",
+        one_of("auto", "safetensors", "gguf", "dummy"),
+    ),
+    Flag("chat template, as a file or as jinja2 text", MODEL, "--chat-template", "--chat-template", "model.chat_template"),
+    Flag(
+        "seed of what is random without a seed of its own",
+        MODEL,
+        "--seed",
+        "--random-seed",
+        "model.seed",
+        number(0, ANY),
+    ),
+    Flag(
+        "accepted; kitfox never runs code that comes with a checkpoint",
+        MODEL,
+        "--trust-remote-code",
+        "--trust-remote-code",
+        switch=True,
+    ),
+    # -- server
+    Flag(
+        "address to listen on; 0.0.0.0 is every interface",
+        SERVER,
+        "--host",
+        "--host",
+        "server.host",
+    ),
+    Flag(
+        "port to listen on",
+        SERVER,
+        "--port",
+        "--port",
+        "server.port",
+        number(1, 65535),
+        defaults={"vllm": 8000, "sglang": 30000},
+    ),
+    Flag(
+        "seconds that running requests may take to finish after SIGTERM",
+        SERVER,
+        "--shutdown-timeout",
+        "--shutdown-timeout",
+        "server.shutdown_timeout_s",
+        number(0, 86400, float),
+    ),
+    Flag(
+        "most log probabilities a request may ask for",
+        SERVER,
+        "--max-logprobs",
+        "--max-logprobs",
+        "max_logprobs",
+        number(0, ANY),
+    ),
+    # -- cache and memory
+    Flag(
+        "how KV is shared: paged (hashes of blocks), radix (tree of tokens) or none",
+        CACHE,
+        "--cache",
+        "--cache",
+        "cache.organisation",
+        one_of(*CACHE_ORGANISATIONS),
+        defaults={"vllm": "paged", "sglang": "radix"},
+    ),
+    Flag(
+        "share KV of equal prefixes (the default)",
+        CACHE,
+        "--enable-prefix-caching",
+        "",
+        "cache.prefix_caching",
+        switch=True,
+    ),
+    Flag(
+        "the same as --cache none",
+        CACHE,
+        "--no-enable-prefix-caching",
+        "--disable-radix-cache",
+        "cache.prefix_caching",
+        switch=False,
+    ),
+    Flag("tokens in a KV block", CACHE, "--block-size", "--page-size", "cache.block_size", number(1, 1024)),
+    Flag(
+        "share of memory for weights, activations and KV together",
+        CACHE,
+        "--gpu-memory-utilization --memory-utilization",
+        "--mem-fraction-static",
+        "cache.memory_fraction",
+        number(0, 1, float),
+    ),
+    Flag(
+        "bytes for KV, such as 2G; overrides the share",
+        CACHE,
+        "--kv-cache-memory-bytes",
+        "--kv-cache-memory-bytes",
+        "cache.memory_bytes",
+        size,
+    ),
+    Flag(
+        "exact number of KV blocks; overrides the bytes",
+        CACHE,
+        "--num-gpu-blocks-override --num-blocks",
+        "--num-blocks",
+        "cache.num_blocks",
+        size,
+    ),
+    Flag("exact number of KV tokens", CACHE, "", "--max-total-tokens", "cache.max_total_tokens", size),
+    Flag("element type of KV", CACHE, "--kv-cache-dtype", "--kv-cache-dtype", "cache.dtype", parse_dtype),
+    Flag(
+        "which leaves of the radix tree go first: lru, lfu, slru or priority",
+        CACHE,
+        "--radix-eviction-policy",
+        "--radix-eviction-policy",
+        "cache.eviction_policy",
+        one_of(*EVICTION_POLICIES),
+    ),
+    Flag(
+        "hash of paged blocks",
+        CACHE,
+        "--prefix-caching-hash-algo",
+        unsupported="only sha256 is built",
+        harmless=("sha256",),
+    ),
+    Flag(
+        "unit of prefix matches",
+        CACHE,
+        "--prefix-match-unit",
+        unsupported="paged matches whole blocks; --cache radix matches single tokens",
+    ),
+    # -- scheduling
+    Flag(
+        "most requests in one step",
+        SCHEDULING,
+        "--max-num-seqs --max-num-active-seqs",
+        "--max-running-requests",
+        "scheduler.max_num_seqs",
+        size,
+    ),
+    Flag(
+        "most tokens in one step (launch_server: -1 means that prompts are not split)",
+        SCHEDULING,
+        "--max-num-batched-tokens",
+        "--chunked-prefill-size",
+        "scheduler.max_num_batched_tokens",
+        size_or(minus_one=-1),
+    ),
+    Flag(
+        "most tokens in one step, with --chunked-prefill-size -1",
+        SCHEDULING,
+        "",
+        "--max-prefill-tokens",
+        "scheduler.max_prefill_tokens",
+        size,
+    ),
+    Flag(
+        "split long prompts over steps (the default)",
+        SCHEDULING,
+        "--enable-chunked-prefill",
+        "",
+        "scheduler.enable_chunked_prefill",
+        switch=True,
+    ),
+    Flag(
+        "a prompt must fit one step",
+        SCHEDULING,
+        "--no-enable-chunked-prefill",
+        "",
+        "scheduler.enable_chunked_prefill",
+        switch=False,
+    ),
+    Flag("prompts and answers share a step, always", SCHEDULING, "", "--enable-mixed-chunk", switch=True),
+    Flag(
+        "most tokens of one prompt in a step while others wait; 0 is no limit",
+        SCHEDULING,
+        "--long-prefill-token-threshold",
+        "--long-prefill-token-threshold",
+        "scheduler.long_prefill_token_threshold",
+        size,
+    ),
+    Flag(
+        "who runs first: fcfs, priority (lower value first) or lpm (longest cached prefix)",
+        SCHEDULING,
+        "--scheduling-policy",
+        "--schedule-policy",
+        "scheduler.policy",
+        one_of(*SCHEDULING_POLICIES),
+    ),
+    Flag(
+        "the same as --schedule-policy priority; lower values run first",
+        SCHEDULING,
+        "",
+        "--enable-priority-scheduling --schedule-low-priority-values-first",
+        "scheduler.policy",
+        switch="priority",
+    ),
+    Flag(
+        "waiting requests beyond this are refused with 429",
+        SCHEDULING,
+        "--max-num-queued-reqs",
+        "--max-queued-requests",
+        "scheduler.max_num_queued_requests",
+        size,
+    ),
+    Flag("bound of the queue in tokens", SCHEDULING, "--max-num-queued-tokens", unsupported="count requests instead"),
+    Flag("free blocks to keep", SCHEDULING, "--watermark", unsupported="is not built yet", harmless=("0", "0.0")),
+    Flag(
+        "reserve blocks for the whole prompt",
+        SCHEDULING,
+        "--scheduler-reserve-full-isl",
+        switch=True,
+        unsupported="is not built yet",
+    ),
+    Flag("optimism about answers", SCHEDULING, "", "--schedule-conservativeness", unsupported="is not built yet"),
+    Flag("whom to preempt", SCHEDULING, "", "--retraction-policy", unsupported="follows the scheduling policy"),
+    Flag(
+        "priority gap that preempts",
+        SCHEDULING,
+        "",
+        "--priority-scheduling-preemption-threshold",
+        unsupported="is not built yet",
+    ),
+    Flag("steps between prefills", SCHEDULING, "", "--prefill-decode-interval", unsupported="steps mix both"),
+    Flag("delay prefills", SCHEDULING, "", "--enable-prefill-delayer", switch=True, unsupported="steps mix both"),
+    Flag("schedule ahead", SCHEDULING, "--async-scheduling", switch=True, unsupported=NO_OVERLAP),
+    Flag("schedule after each step, always", SCHEDULING, "--no-async-scheduling", "--disable-overlap-schedule", switch=True),
+    Flag(
+        "tokens in a stream chunk",
+        SCHEDULING,
+        "--stream-interval",
+        "--stream-interval",
+        unsupported="every token is sent at once",
+        harmless=("1",),
+    ),
+    # -- device
+    Flag("auto, cpu or cuda", DEVICE, "--device", "--device", "device.device", one_of("auto", "cpu", "cuda")),
+    Flag(
+        "threads for arithmetic; 0 is every core",
+        DEVICE,
+        "--num-threads",
+        "--num-threads",
+        "device.num_threads",
+        number(0, 4096),
+    ),
+    # -- observing
+    Flag(
+        "debug, info, warning, error or critical",
+        OBSERVING,
+        "--log-level --uvicorn-log-level",
+        "--log-level",
+        "server.log_level",
+        one_of(*LOG_LEVELS),
+    ),
+    Flag(
+        "trace events kept for GET /v1/trace/{id}",
+        OBSERVING,
+        "--trace-capacity",
+        "--trace-capacity",
+        "trace_capacity",
+        number(1, ANY),
+    ),
+    Flag("metrics are always on", OBSERVING, "--kv-cache-metrics", "--enable-metrics", switch=True),
+    Flag(
+        "cached tokens are always in the usage",
+        OBSERVING,
+        "--enable-prompt-tokens-details",
+        "--enable-cache-report",
+        switch=True,
+    ),
+    Flag("timings in answers", OBSERVING, "--enable-per-request-metrics", switch=True, unsupported="is not built yet"),
+    Flag("no statistics", OBSERVING, "--disable-log-stats", switch=True, unsupported="is not built yet"),
+    Flag("log requests", OBSERVING, "--enable-log-requests", "--log-requests", switch=True, unsupported="is not built yet"),
+    Flag("detail of logged requests", OBSERVING, "", "--log-requests-level", unsupported="is not built yet"),
+    Flag("steps between log lines", OBSERVING, "", "--decode-log-interval", unsupported="is not built yet"),
+    Flag(
+        "what logprobs are of",
+        OBSERVING,
+        "--logprobs-mode",
+        unsupported="only raw_logprobs is built",
+        harmless=("raw_logprobs",),
+    ),
+    Flag(
+        "OpenTelemetry",
+        OBSERVING,
+        "--otlp-traces-endpoint",
+        "--otlp-traces-endpoint",
+        unsupported="use GET /v1/trace/{id}",
+    ),
+    Flag("trace detail", OBSERVING, "--collect-detailed-traces", unsupported="use GET /v1/trace/{id}"),
+    Flag("tracing", OBSERVING, "", "--enable-trace", switch=True, unsupported="tracing is always on: GET /v1/trace/{id}"),
+    Flag("KV events", OBSERVING, "--kv-events-config", "--kv-events-config", unsupported="is not built yet"),
+    # -- known, not built: model and server
+    Flag("tokenizer kind", MODEL, "--tokenizer-mode", "--tokenizer-mode", unsupported="only auto", harmless=("auto",)),
+    Flag("download folder", MODEL, "--download-dir", "--download-dir", unsupported="set KITFOX_CACHE instead"),
+    Flag("quantisation", MODEL, "--quantization -q", "--quantization", unsupported=NO_QUANTISATION),
+    Flag(
+        "form of message contents",
+        MODEL,
+        "--chat-template-content-format",
+        unsupported="only auto",
+        harmless=("auto",),
+    ),
+    Flag(
+        "template arguments",
+        MODEL,
+        "--default-chat-template-kwargs",
+        "--default-chat-template-kwargs",
+        unsupported="is not built yet",
+    ),
+    Flag(
+        "sampling defaults",
+        MODEL,
+        "--generation-config",
+        unsupported="OpenAI's defaults are used; set them in the request",
+        harmless=("vllm",),
+    ),
+    Flag("sampling defaults", MODEL, "--override-generation-config", unsupported="set them in the request"),
+    Flag(
+        "sampling defaults",
+        MODEL,
+        "",
+        "--sampling-defaults",
+        unsupported="OpenAI's defaults are used; set them in the request",
+        harmless=("openai",),
+    ),
+    Flag("sampling defaults", MODEL, "", "--preferred-sampling-params", unsupported="set them in the request"),
+    Flag("unix socket", SERVER, "--uds", unsupported="is not built yet; use --host and --port"),
+    Flag("keys", SERVER, "--api-key", "--api-key", many=True, unsupported=NO_KEYS),
+    Flag("admin key", SERVER, "", "--admin-api-key", unsupported=NO_KEYS),
+    Flag("TLS key", SERVER, "--ssl-keyfile", "--ssl-keyfile", unsupported=NO_KEYS),
+    Flag("TLS certificate", SERVER, "--ssl-certfile", "--ssl-certfile", unsupported=NO_KEYS),
+    Flag("TLS authorities", SERVER, "--ssl-ca-certs", "--ssl-ca-certs", unsupported=NO_KEYS),
+    Flag("TLS client certificates", SERVER, "--ssl-cert-reqs", unsupported=NO_KEYS, harmless=("0",)),
+    Flag("CORS", SERVER, "--allowed-origins", many=True, unsupported="is not built yet"),
+    Flag("path prefix", SERVER, "--root-path", unsupported="is not built yet"),
+    Flag("ASGI middleware", SERVER, "--middleware", unsupported="is not built yet"),
+    Flag("no warm-up", SERVER, "", "--skip-server-warmup", switch=True, unsupported="is not built yet"),
+    Flag("watchdog", SERVER, "", "--watchdog-timeout", unsupported="/health reports a stalled engine after 60 s"),
+    Flag("API processes", SERVER, "--api-server-count", unsupported="one only", harmless=("1",)),
+    Flag("tokenizer processes", SERVER, "", "--tokenizer-worker-num", unsupported="one only", harmless=("1",)),
+    # -- known, not built: parallelism
+    Flag(
+        "tensor parallel",
+        PARALLEL,
+        "--tensor-parallel-size -tp",
+        "--tp-size --tensor-parallel-size --tp",
+        unsupported=NO_PARALLEL,
+        harmless=("1",),
+    ),
+    Flag(
+        "pipeline parallel",
+        PARALLEL,
+        "--pipeline-parallel-size -pp",
+        "--pp-size --pipeline-parallel-size",
+        unsupported=NO_PARALLEL,
+        harmless=("1",),
+    ),
+    Flag(
+        "data parallel",
+        PARALLEL,
+        "--data-parallel-size -dp",
+        "--dp-size --data-parallel-size --dp",
+        unsupported=NO_PARALLEL,
+        harmless=("1",),
+    ),
+    Flag("expert parallel", PARALLEL, "--enable-expert-parallel -ep", switch=True, unsupported=NO_PARALLEL),
+    Flag("expert parallel", PARALLEL, "", "--ep-size --ep", unsupported=NO_PARALLEL, harmless=("1",)),
+    Flag(
+        "context parallel decode",
+        PARALLEL,
+        "--decode-context-parallel-size -dcp",
+        "--dcp-size",
+        unsupported=NO_PARALLEL,
+        harmless=("1",),
+    ),
+    Flag(
+        "context parallel prefill",
+        PARALLEL,
+        "--prefill-context-parallel-size",
+        "--attn-cp-size",
+        unsupported=NO_PARALLEL,
+        harmless=("1",),
+    ),
+    Flag("context parallel prefill", PARALLEL, "", "--enable-prefill-cp", switch=True, unsupported=NO_PARALLEL),
+    Flag(
+        "executor",
+        PARALLEL,
+        "--distributed-executor-backend",
+        unsupported="one process on one device",
+        harmless=("uni",),
+    ),
+    Flag("Ray", PARALLEL, "", "--use-ray", switch=True, unsupported=NO_PARALLEL),
+    Flag("nodes", PARALLEL, "--nnodes", "--nnodes", unsupported=NO_PARALLEL, harmless=("1",)),
+    Flag("node", PARALLEL, "--node-rank", "--node-rank", unsupported=NO_PARALLEL, harmless=("0",)),
+    Flag("first node", PARALLEL, "--master-addr", unsupported=NO_PARALLEL),
+    Flag("first node's port", PARALLEL, "--master-port", unsupported=NO_PARALLEL),
+    Flag("first node", PARALLEL, "", "--dist-init-addr", unsupported=NO_PARALLEL),
+    Flag("no API here", PARALLEL, "--headless", switch=True, unsupported=NO_PARALLEL),
+    Flag("local ranks", PARALLEL, "--data-parallel-size-local", unsupported=NO_PARALLEL, harmless=("1",)),
+    Flag("data parallel address", PARALLEL, "--data-parallel-address", unsupported=NO_PARALLEL),
+    Flag("data parallel port", PARALLEL, "--data-parallel-rpc-port", unsupported=NO_PARALLEL),
+    Flag("first rank", PARALLEL, "--data-parallel-start-rank", unsupported=NO_PARALLEL, harmless=("0",)),
+    Flag("data parallel backend", PARALLEL, "--data-parallel-backend", unsupported=NO_PARALLEL),
+    Flag("balancer", PARALLEL, "--data-parallel-hybrid-lb", switch=True, unsupported=NO_PARALLEL),
+    Flag("balancer", PARALLEL, "--data-parallel-external-lb", switch=True, unsupported=NO_PARALLEL),
+    Flag("balancer", PARALLEL, "", "--load-balance-method", unsupported=NO_PARALLEL, harmless=("auto",)),
+    Flag("transfer of KV", PARALLEL, "--kv-transfer-config", unsupported="disaggregation is not built yet"),
+    Flag(
+        "disaggregation",
+        PARALLEL,
+        "",
+        "--disaggregation-mode",
+        unsupported="disaggregation is not built yet",
+        harmless=("null",),
+    ),
+    Flag(
+        "transfer of KV",
+        PARALLEL,
+        "",
+        "--disaggregation-transfer-backend",
+        unsupported="disaggregation is not built yet",
+    ),
+    # -- known, not built: features
+    Flag("speculation", FEATURES, "--speculative-config -sc", unsupported=NO_SPECULATION),
+    Flag("speculation", FEATURES, "--spec-method", "--speculative-algorithm", unsupported=NO_SPECULATION),
+    Flag("draft model", FEATURES, "--spec-model", "--speculative-draft-model-path", unsupported=NO_SPECULATION),
+    Flag("draft tokens", FEATURES, "--spec-tokens", "--speculative-num-draft-tokens", unsupported=NO_SPECULATION),
+    Flag("draft steps", FEATURES, "", "--speculative-num-steps", unsupported=NO_SPECULATION),
+    Flag("draft tree", FEATURES, "", "--speculative-eagle-topk", unsupported=NO_SPECULATION),
+    Flag("n-gram drafts", FEATURES, "", "--speculative-ngram-min-match-window-size", unsupported=NO_SPECULATION),
+    Flag("n-gram drafts", FEATURES, "", "--speculative-ngram-max-match-window-size", unsupported=NO_SPECULATION),
+    Flag("grammars", FEATURES, "--structured-outputs-config", unsupported=NO_STRUCTURED),
+    Flag("grammars", FEATURES, "", "--grammar-backend", unsupported=NO_STRUCTURED, harmless=("none",)),
+    Flag("JSON spaces", FEATURES, "", "--constrained-json-disable-any-whitespace", switch=True, unsupported=NO_STRUCTURED),
+    Flag("JSON spaces", FEATURES, "", "--constrained-json-max-whitespace-cnt", unsupported=NO_STRUCTURED),
+    Flag("tools", FEATURES, "--enable-auto-tool-choice", switch=True, unsupported=NO_TOOLS),
+    Flag("tools", FEATURES, "--tool-call-parser", "--tool-call-parser", unsupported=NO_TOOLS),
+    Flag("reasoning", FEATURES, "--reasoning-parser", "--reasoning-parser", unsupported=NO_TOOLS),
+    Flag("adapters", FEATURES, "--enable-lora", "--enable-lora", switch=True, unsupported=NO_LORA),
+    Flag("adapters", FEATURES, "--lora-modules", "--lora-paths", many=True, unsupported=NO_LORA),
+    Flag("adapters in a step", FEATURES, "--max-loras", "--max-loras-per-batch", unsupported=NO_LORA),
+    Flag("adapter rank", FEATURES, "--max-lora-rank", "--max-lora-rank", unsupported=NO_LORA),
+    Flag("adapters in memory", FEATURES, "--max-cpu-loras", "", unsupported=NO_LORA),
+    Flag("adapter eviction", FEATURES, "", "--lora-eviction-policy", unsupported=NO_LORA),
+    Flag("sleep", FEATURES, "--enable-sleep-mode", "--enable-memory-saver", switch=True, unsupported="is not built yet"),
+    Flag(
+        "determinism",
+        FEATURES,
+        "",
+        "--enable-deterministic-inference",
+        switch=True,
+        unsupported="cannot be promised on every device yet",
+    ),
+    # -- known, not built: speed
+    Flag("run eagerly, always", SPEED, "--enforce-eager", "--disable-cuda-graph", switch=True),
+    Flag("compilation", SPEED, "--compilation-config -cc", unsupported=NO_CAPTURE),
+    Flag("optimisation level", SPEED, "-O", unsupported=NO_CAPTURE, harmless=("0",)),
+    Flag("captured sizes", SPEED, "--cudagraph-capture-sizes", many=True, unsupported=NO_CAPTURE),
+    Flag("captured sizes", SPEED, "", "--cuda-graph-max-bs --cuda-graph-max-bs-decode", unsupported=NO_CAPTURE),
+    Flag("compilation", SPEED, "", "--enable-torch-compile", switch=True, unsupported=NO_CAPTURE),
+    Flag(
+        "attention backend",
+        SPEED,
+        "--attention-backend",
+        "--attention-backend",
+        unsupported="the device decides",
+        harmless=("auto",),
+    ),
+    Flag("attention backend", SPEED, "", "--prefill-attention-backend", unsupported="the device decides"),
+    Flag("attention backend", SPEED, "", "--decode-attention-backend", unsupported="the device decides"),
+    Flag("offload weights", SPEED, "--cpu-offload-gb", "--cpu-offload-gb", unsupported=NO_OFFLOAD, harmless=("0", "0.0")),
+    Flag("offload KV", SPEED, "--kv-offloading-size", unsupported=NO_OFFLOAD),
+    Flag("offload KV", SPEED, "", "--enable-hierarchical-cache", switch=True, unsupported=NO_OFFLOAD),
+    Flag("offload KV", SPEED, "", "--hicache-ratio", unsupported=NO_OFFLOAD),
+    Flag("offload KV", SPEED, "", "--hicache-size", unsupported=NO_OFFLOAD),
+    Flag("offload KV", SPEED, "", "--hicache-write-policy", unsupported=NO_OFFLOAD),
+    Flag("offload KV", SPEED, "", "--hicache-storage-backend", unsupported=NO_OFFLOAD),
+)
+
+# ---- parsing --------------------------------------------------------------------------------------------------------
+
+
+class FlagParser(argparse.ArgumentParser):
+    """argparse that raises ConfigError instead of leaving the process."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(message)
+
+
+def build_parser(dialect: Dialect, program: str | None = None) -> FlagParser:
+    """The parser of one dialect; unsupported flags parse too, so that `build_engine_config` can say why they fail."""
+    parser = FlagParser(
+        prog=program or PROGRAM_OF[dialect],
+        description="Serve a model behind an OpenAI-compatible API.",
+        epilog="Sizes: 4096, 4k = 4000, 4K = 4096. Flags of "
+        f"{ENGINE_OF[dialect]} that kitfox knows but does not support yet are refused with the reason.",
+        allow_abbrev=False,
+        formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=36, width=110),
+    )
+    if dialect == "vllm":
+        parser.add_argument("positional_model", nargs="?", metavar="MODEL", help="the same as --model")
+    parser.add_argument("--config", metavar="FILE", help="YAML of flag names and values; the command line wins")
+    groups: dict[str, argparse._ArgumentGroup] = {}
+    for index, flag in enumerate(FLAGS):
+        spellings = flag.spellings(dialect)
+        if not spellings:
+            continue
+        if flag.unsupported:
+            group: Any = parser
+        else:
+            group = groups.setdefault(flag.group, parser.add_argument_group(flag.group)) if flag.group not in groups else (
+                groups[flag.group]
+            )
+        group.add_argument(*spellings, **_argument_options(flag, index, dialect))
+    return parser
+
+
+def _argument_options(flag: Flag, index: int, dialect: Dialect) -> dict[str, Any]:
+    options: dict[str, Any] = {
+        "dest": flag.target or f"row {index}",
+        "default": argparse.SUPPRESS,
+        "help": argparse.SUPPRESS if flag.unsupported else _help_text(flag, dialect),
+    }
+    if flag.switch is not None:
+        return options | {"action": "store_const", "const": flag.switch}
+    metavar = flag.spellings(dialect)[0].lstrip("-").rsplit("-", 1)[-1].upper()
+    return options | {"type": flag.parse, "metavar": metavar} | ({"nargs": "+"} if flag.many else {})
+
+
+def _help_text(flag: Flag, dialect: Dialect) -> str:
+    default = default_of(flag, dialect)
+    shown = "" if flag.switch is not None or default in (None, (), "") else f" (default {default})"
+    return (flag.help + shown).replace("%", "%%")
+
+
+def default_of(flag: Flag, dialect: Dialect) -> Any:
+    """The value a setting has when its flag is absent; None when the row has no setting of its own."""
+    if dialect in flag.defaults:
+        return flag.defaults[dialect]
+    section, _, name = flag.target.rpartition(".")
+    owner: Any = {"server": ServerOptions()}.get(section) or (
+        getattr(EngineConfig(), section, None) if section else EngineConfig()
+    )
+    return getattr(owner, name, None)
+
+
+def build_engine_config(
+    dialect: Dialect, argv: Sequence[str], program: str | None = None
+) -> tuple[EngineConfig, ServerOptions]:
+    """Read a command line, and the file its --config names.
+
+    Raises:
+        ConfigError: a flag is unknown, unsupported, out of range or contradicts another one.
+        SystemExit: `--help` was asked for and printed.
+    """
+    parser = build_parser(dialect, program)
+    words = [_with_dashes(word) for word in argv]
+    path = _config_path(words)
+    if path is not None:
+        words = [*_read_config_file(dialect, path), *words]
+    values, unknown = parser.parse_known_args(words)
+    for word in unknown:
+        raise ConfigError(_explain_unknown(dialect, word), param=word)
+    settings = vars(values)
+    _refuse_unsupported(dialect, settings)
+    return _assemble(dialect, settings)
+
+
+def in_dialect(dialect: Dialect, text: str) -> str:
+    """A message that names flags in vLLM's spelling, with those of the dialect instead."""
+
+    def respell(match: re.Match[str]) -> str:
+        for flag in FLAGS:
+            if match[0] in flag.spellings("vllm") and flag.spellings(dialect):
+                return match[0] if match[0] in flag.spellings(dialect) else flag.spellings(dialect)[0]
+        return match[0]
+
+    return re.sub(r"--[a-z][a-z-]*[a-z]", respell, text)
+
+
+def _with_dashes(word: str) -> str:
+    """`--max_model_len=4k` as `--max-model-len=4k`; values stay as they are."""
+    if not word.startswith("--"):
+        return word
+    name, equals, value = word.partition("=")
+    return name.replace("_", "-") + equals + value
+
+
+def _config_path(words: Sequence[str]) -> Path | None:
+    path = None
+    for index, word in enumerate(words):
+        if word.startswith("--config="):
+            path = Path(word.removeprefix("--config="))
+        elif word == "--config" and index + 1 < len(words):
+            path = Path(words[index + 1])
+    return path
+
+
+def _read_config_file(dialect: Dialect, path: Path) -> list[str]:
+    """The YAML mapping of a file as words of a command line."""
+    import yaml
+
+    try:
+        content = yaml.safe_load(path.read_text()) or {}
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ConfigError(f"--config {path} cannot be read: {error}", param="config") from error
+    if not isinstance(content, dict):
+        raise ConfigError(f"--config {path} must be a mapping of flag names to values", param="config")
+    switches = {word: flag.switch is not None for flag in FLAGS for word in flag.spellings(dialect)}
+    words: list[str] = []
+    for key, value in content.items():
+        name = "--" + str(key).lstrip("-").replace("_", "-")
+        if name not in switches:
+            raise ConfigError(f"--config {path}: {_explain_unknown(dialect, name)}", param=str(key))
+        if switches[name]:
+            words += _switch_words(path, name, value, switches)
+        elif isinstance(value, list):
+            words += [name, *(str(entry) for entry in value)] if value else []
+        elif value is not None:
+            words.append(f"{name}={json.dumps(value) if isinstance(value, dict) else value}")
+    return words
+
+
+def _switch_words(path: Path, name: str, value: object, known: dict[str, bool]) -> list[str]:
+    """A switch set to true or false in a file; false is its --no- form where there is one, else its absence."""
+    if not isinstance(value, bool):
+        raise ConfigError(f"--config {path}: {name.lstrip('-')} must be true or false. Given: {value!r}", param=name)
+    if value:
+        return [name]
+    opposite = "--no-" + name[2:]
+    return [opposite] if opposite in known else []
+
+
+def _explain_unknown(dialect: Dialect, word: str) -> str:
+    """What is wrong with a word no flag takes, and what was probably meant."""
+    if not word.startswith("-"):
+        return f"unexpected argument {word!r}"
+    name = _with_dashes(word.split("=", 1)[0])
+    parent = name.split(".", 1)[0]  # vLLM's way into nested JSON: --speculative-config.method
+    other: Dialect = "sglang" if dialect == "vllm" else "vllm"
+    for flag in FLAGS:
+        if parent in flag.spellings(dialect):
+            return f"{name}: {flag.unsupported or 'has no parts'}"
+        if name in flag.spellings(other):
+            return f"{name} is {ENGINE_OF[other]}'s spelling; {_equivalent(flag, dialect)}"
+    ours = [word for flag in FLAGS for word in flag.spellings(dialect)] + ["--config", "--help"]
+    nearest = difflib.get_close_matches(name, ours, n=1, cutoff=0.5)
+    hint = f"; the nearest is {nearest[0]}" if nearest else f"; see {PROGRAM_OF[dialect]} --help"
+    return f"unknown flag {name}{hint}"
+
+
+def _equivalent(flag: Flag, dialect: Dialect) -> str:
+    same_setting = [row for row in FLAGS if flag.target and row.target == flag.target and row.switch == flag.switch]
+    spellings = [word for row in [flag, *same_setting] for word in row.spellings(dialect)]
+    if spellings:
+        return f"here it is {spellings[0]}"
+    return flag.unsupported or f"it has no counterpart here, use {PROGRAM_OF['sglang' if dialect == 'vllm' else 'vllm']}"
+
+
+def _refuse_unsupported(dialect: Dialect, settings: dict[str, Any]) -> None:
+    for index, flag in enumerate(FLAGS):
+        value = settings.pop(f"row {index}", None)
+        if value is not None and flag.unsupported and str(value) not in flag.harmless:
+            name = flag.spellings(dialect)[0]
+            allowed = f"; only {' or '.join(flag.harmless)} is accepted" if flag.harmless else ""
+            raise ConfigError(f"{name} is not supported: {flag.unsupported}{allowed}", param=name)
+
+
+def _assemble(dialect: Dialect, settings: dict[str, Any]) -> tuple[EngineConfig, ServerOptions]:
+    """Settings by target name -> the configuration; settles those that stand for others."""
+    settings.pop("config", None)
+    for flag in FLAGS:
+        if dialect in flag.defaults:
+            settings.setdefault(flag.target, flag.defaults[dialect]) if flag.target != "cache.organisation" else None
+    _settle_model(dialect, settings)
+    _settle_cache(dialect, settings)
+    _settle_prefill(settings)
+    sections: dict[str, dict[str, Any]] = {name: {} for name in ("model", "cache", "scheduler", "device", "server", "")}
+    for target, value in settings.items():
+        section, _, name = target.rpartition(".")
+        sections[section][name] = value
+    config = EngineConfig(
+        model=ModelOptions(**sections["model"]),
+        cache=CacheConfig(**sections["cache"]),
+        scheduler=SchedulerConfig(**sections["scheduler"]),
+        device=DeviceConfig(**sections["device"]),
+        **sections[""],
+    )
+    return config, ServerOptions(**sections["server"])
+
+
+def _settle_model(dialect: Dialect, settings: dict[str, Any]) -> None:
+    positional = settings.pop("positional_model", None)
+    named = settings.get("model.model")
+    names = tuple(settings.get("model.served_model_names", ()))
+    if positional is not None and named is not None and positional != named:
+        raise ConfigError(f"MODEL is given twice: {positional!r} and --model {named!r}", param="model")
+    model = positional if positional is not None else named
+    if model is None and dialect == "sglang":
+        raise ConfigError("--model-path is missing", param="model")
+    if model is None and len(names) > 1:
+        raise ConfigError(f"no MODEL: is it {names[-1]!r}? Write it before --served-model-name", param="model")
+    if model is not None:
+        settings["model.model"] = model
+    settings["model.served_model_names"] = names
+
+
+def _settle_cache(dialect: Dialect, settings: dict[str, Any]) -> None:
+    wanted = settings.pop("cache.prefix_caching", None)
+    chosen = settings.get("cache.organisation")
+    if chosen is not None and wanted is not None and wanted == (chosen == "none"):
+        raise ConfigError(f"--cache {chosen} contradicts the flag that turns prefix caching on or off", param="cache")
+    if wanted is False:
+        settings["cache.organisation"] = "none"
+    settings.setdefault("cache.organisation", "paged" if dialect == "vllm" else "radix")
+    num_tokens = settings.pop("cache.max_total_tokens", None)
+    if num_tokens is not None:
+        if "cache.num_blocks" in settings:
+            raise ConfigError("give --max-total-tokens or --num-blocks, not both", param="max_total_tokens")
+        block_size = settings.get("cache.block_size", CacheConfig.block_size)
+        if num_tokens < block_size:
+            raise ConfigError(f"--max-total-tokens must be >= one block of {block_size}. Given: {num_tokens}")
+        settings["cache.num_blocks"] = num_tokens // block_size
+
+
+def _settle_prefill(settings: dict[str, Any]) -> None:
+    budget = settings.get("scheduler.max_num_batched_tokens")
+    unchunked_budget = settings.pop("scheduler.max_prefill_tokens", None)
+    if budget == -1:
+        settings["scheduler.max_num_batched_tokens"] = unchunked_budget or PREFILL_TOKENS_UNCHUNKED
+        settings["scheduler.enable_chunked_prefill"] = False
+    elif unchunked_budget is not None:
+        raise ConfigError(
+            "--max-prefill-tokens needs --chunked-prefill-size -1: with chunks, --chunked-prefill-size is the budget",
+            param="max_prefill_tokens",
+        )

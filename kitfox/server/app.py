@@ -1,0 +1,389 @@
+"""The HTTP application and its life: routes, error bodies, disconnects, metrics, draining on a signal. No torch here."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.metadata
+import logging
+import signal
+import time
+import uuid
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable
+from contextlib import aclosing, asynccontextmanager
+from types import FrameType
+from typing import Any, TypeVar
+
+import msgspec
+import uvicorn
+from fastapi import FastAPI, Request, Response
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from kitfox.engine.async_llm import AsyncLLM
+from kitfox.errors import KitfoxError, RequestError
+from kitfox.server.metrics import ServerMetrics
+from kitfox.server.openai import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    OpenAIService,
+    Reply,
+    TokenizeRequest,
+    check_detokenize,
+    check_model,
+    served_model_names,
+    tokenize,
+)
+from kitfox.server.validation import convert_body, error_body, error_headers, internal_error, read_json_object
+
+logger = logging.getLogger("kitfox.server")
+
+DEFAULT_MAX_BODY_BYTES = 16 * 2**20
+DEFAULT_DRAIN_S = 30.0
+LAST_BYTES_S = 5  # for answers that are complete but not yet sent when the engine has ended
+KEEP_ALIVE_S = 65  # longer than the usual load balancer's 60, so that it never reuses a closing connection
+CLIENT_CLOSED_REQUEST = 499  # nobody reads it; the access log does
+MAX_REQUEST_ID_HEADER_CHARS = 128
+
+T = TypeVar("T")
+
+
+def json_response(value: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+    return Response(msgspec.json.encode(value), status, headers, media_type="application/json")
+
+
+def error_response(error: KitfoxError) -> Response:
+    return json_response(error_body(error), error.status, error_headers(error))
+
+
+def make_app(llm: AsyncLLM, *, max_body_bytes: int = DEFAULT_MAX_BODY_BYTES) -> FastAPI:
+    """The API over one engine. Its lifespan starts listening to the engine, and ends the engine if nobody has."""
+    metrics = ServerMetrics(llm.config, llm.max_model_len, lambda: llm.stats)
+
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        llm.start()
+        yield
+        if llm.health not in ("draining", "dead"):
+            await llm.shutdown()
+
+    app = FastAPI(
+        title="kitfox", version=version(), lifespan=lifespan, redirect_slashes=False, docs_url=None, redoc_url=None,
+        openapi_url=None,
+    )  # fmt: skip
+    app.add_middleware(_EveryRequest, metrics=metrics)
+    _add_error_handlers(app)
+    _add_generation_routes(app, llm, metrics, max_body_bytes)
+    _add_tokenizer_routes(app, llm, max_body_bytes)
+    _add_model_routes(app, llm)
+    _add_state_routes(app, llm, metrics)
+    return app
+
+
+def version() -> str:
+    """The installed version of kitfox."""
+    return importlib.metadata.version("kitfox")
+
+
+# ---- what every request gets --------------------------------------------------------------------------------------------
+
+
+class _EveryRequest:
+    """Names the request, counts its response, and turns a fault of ours into a clean 500."""
+
+    def __init__(self, app: ASGIApp, metrics: ServerMetrics):
+        self._app = app
+        self._metrics = metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        header = next((value for name, value in scope["headers"] if name == b"x-request-id"), b"")
+        client_id = header if header.isascii() and header.decode("ascii").isprintable() else b""
+        scope["client_request_id"] = client_id.decode("ascii") or None
+        shown_id = client_id[:MAX_REQUEST_ID_HEADER_CHARS] or uuid.uuid4().hex.encode()
+        started = False
+
+        async def send_named(message: Message) -> None:
+            nonlocal started
+            if message["type"] == "http.response.start":
+                started = True
+                message["headers"] = [*message["headers"], (b"x-request-id", shown_id)]
+                self._metrics.http_responses[_method(scope), str(message["status"])] += 1
+            await send(message)
+
+        try:
+            await self._app(scope, receive, send_named)
+        except ClientDisconnect:
+            logger.info("%s left while sending its request", shown_id.decode())
+        except Exception:
+            logger.exception("request %s to %s failed", shown_id.decode(), scope["path"])
+            if not started:
+                await error_response(internal_error())(scope, receive, send_named)
+
+
+def _method(scope: Scope) -> str:
+    """Clients may invent methods; a label may only have a few values."""
+    known = ("GET", "POST", "HEAD", "OPTIONS", "PUT", "DELETE", "PATCH")
+    return scope["method"] if scope["method"] in known else "other"
+
+
+def _add_error_handlers(app: FastAPI) -> None:
+    async def on_kitfox_error(_: Request, error: Exception) -> Response:
+        assert isinstance(error, KitfoxError)
+        if error.status >= 500:
+            logger.warning("answered %d: %s", error.status, error.message)
+        return error_response(error)
+
+    async def on_http_error(request: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        messages = {
+            404: f"There is no {request.url.path[:200]}.",
+            405: f"{request.method[:20]} is not allowed on {request.url.path[:200]}.",
+        }
+        shown = RequestError(messages.get(error.status_code, str(error.detail)))
+        shown.code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code)
+        return json_response(error_body(shown), error.status_code, dict(error.headers or {}))
+
+    app.add_exception_handler(KitfoxError, on_kitfox_error)
+    app.add_exception_handler(HTTPException, on_http_error)
+
+
+# ---- disconnects --------------------------------------------------------------------------------------------------------
+
+
+async def _wait_for_disconnect(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def until_disconnect(receive: Receive, work: Awaitable[T]) -> T | None:
+    """The result of work, or None once the client has gone; the work is cancelled then."""
+    task = asyncio.ensure_future(work)
+    watcher = asyncio.ensure_future(_wait_for_disconnect(receive))
+    try:
+        await asyncio.wait({task, watcher}, return_when=asyncio.FIRST_COMPLETED)
+        return task.result() if task.done() else None
+    finally:
+        for waiting in (task, watcher):
+            waiting.cancel()
+        await asyncio.gather(task, watcher, return_exceptions=True)
+
+
+class EventStream(Response):
+    """Server-sent events of a reply. Watches for the client to leave even while there is nothing to send."""
+
+    def __init__(self, reply: Reply):
+        self.status_code = 200
+        self.background = None
+        self.media_type = "text/event-stream"
+        self.body = b""
+        self._reply = reply
+        self.init_headers({"cache-control": "no-cache", "x-accel-buffering": "no"})
+        del self.headers["content-length"]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+            await until_disconnect(receive, self._write(send, self._reply.events()))
+        finally:
+            self._reply.close()
+
+    @staticmethod
+    async def _write(send: Send, events: AsyncGenerator[bytes, None]) -> None:
+        async with aclosing(events):
+            async for event in events:
+                await send({"type": "http.response.body", "body": event, "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+async def _respond(request: Request, reply: Reply, *, stream: bool) -> Response:
+    if stream:
+        return EventStream(reply)
+    try:
+        body = await until_disconnect(request.receive, reply.whole())
+    finally:
+        reply.close()
+    return Response(status_code=CLIENT_CLOSED_REQUEST) if body is None else json_response(body)
+
+
+# ---- routes -------------------------------------------------------------------------------------------------------------
+
+
+def _add_generation_routes(app: FastAPI, llm: AsyncLLM, metrics: ServerMetrics, max_body_bytes: int) -> None:
+    service = OpenAIService(llm, metrics)
+
+    @app.post("/v1/completions")
+    async def completions(request: Request) -> Response:
+        fields, ignored = convert_body(await read_json_object(request, max_body_bytes), CompletionRequest)
+        reply = await service.complete(fields, ignored, request.scope["client_request_id"])
+        return await _respond(request, reply, stream=fields.stream)
+
+    @app.post("/v1/chat/completions")
+    async def chat_completions(request: Request) -> Response:
+        fields, ignored = convert_body(await read_json_object(request, max_body_bytes), ChatRequest)
+        reply = await service.chat(fields, ignored, request.scope["client_request_id"])
+        return await _respond(request, reply, stream=fields.stream)
+
+
+def _add_tokenizer_routes(app: FastAPI, llm: AsyncLLM, max_body_bytes: int) -> None:
+    @app.post("/tokenize")
+    async def tokenize_text(request: Request) -> Response:
+        fields, ignored = convert_body(await read_json_object(request, max_body_bytes), TokenizeRequest)
+        return json_response(_with_ignored(await tokenize(llm, fields), ignored))
+
+    @app.post("/detokenize")
+    async def detokenize(request: Request) -> Response:
+        fields, ignored = convert_body(await read_json_object(request, max_body_bytes), DetokenizeRequest)
+        check_model(llm, fields.model)
+        check_detokenize(fields.tokens, llm.model_config.vocab_size)
+        text = llm.tokenizer.decode(fields.tokens, skip_special_tokens=fields.skip_special_tokens)
+        return json_response(_with_ignored({"prompt": text}, ignored))
+
+
+def _with_ignored(body: dict[str, Any], ignored: list[str]) -> dict[str, Any]:
+    return body | {"ignored_parameters": ignored} if ignored else body
+
+
+def _add_model_routes(app: FastAPI, llm: AsyncLLM) -> None:
+    def card(name: str) -> dict[str, Any]:
+        return {
+            "id": name,
+            "object": "model",
+            "created": int(llm.started_at),
+            "owned_by": "kitfox",
+            "root": llm.config.model.model,
+            "parent": None,
+            "max_model_len": llm.max_model_len,
+        }
+
+    @app.get("/v1/models")
+    async def models() -> Response:
+        return json_response({"object": "list", "data": [card(name) for name in served_model_names(llm)]})
+
+    @app.get("/v1/models/{name:path}")
+    async def model(name: str) -> Response:
+        return json_response(card(check_model(llm, name)))
+
+
+def _add_state_routes(app: FastAPI, llm: AsyncLLM, metrics: ServerMetrics) -> None:
+    @app.get("/health")
+    async def health() -> Response:
+        """Whether the server is worth keeping: a draining one is."""
+        state = llm.health
+        return json_response(_state_body(llm), 200 if state in ("ok", "draining") else 503)
+
+    @app.get("/ready")
+    async def ready() -> Response:
+        """Whether to send it requests."""
+        return json_response(_state_body(llm), 200 if llm.health == "ok" else 503)
+
+    @app.get("/version")
+    async def get_version() -> Response:
+        return json_response({"version": version()})
+
+    @app.get("/metrics")
+    async def get_metrics() -> Response:
+        return Response(metrics.render(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    @app.get("/v1/trace/{answer_id}")
+    async def trace(answer_id: str) -> Response:
+        events = await llm.trace(answer_id)
+        prompt_index = 0
+        while more := await llm.trace(f"{answer_id}~{prompt_index}"):
+            events += more
+            prompt_index += 1
+        if not events:
+            error = RequestError(f"nothing is known of {answer_id[:200]}; old requests are forgotten", param="id")
+            error.status, error.code = 404, "not_found"
+            raise error
+        events.sort(key=lambda event: event.time_s)
+        start_s = events[0].time_s
+        shown = [
+            {"time_s": event.time_s - start_s, "name": event.name, "request_id": event.request_id, "data": event.data}
+            for event in events
+        ]
+        return json_response({"id": answer_id, "object": "trace", "events": shown})
+
+
+def _state_body(llm: AsyncLLM) -> dict[str, Any]:
+    return {"status": llm.health, "detail": llm.health_detail, "uptime_s": round(time.time() - llm.started_at, 3)}
+
+
+# ---- the process --------------------------------------------------------------------------------------------------------
+
+
+class _DrainingServer(uvicorn.Server):
+    """uvicorn that keeps answering while the engine drains: new requests get 503, /ready too, running ones finish.
+
+    A second signal ends at once.
+    """
+
+    def __init__(self, config: uvicorn.Config, llm: AsyncLLM, drain_s: float):
+        super().__init__(config)
+        self._llm = llm
+        self._drain_s = drain_s
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._drain: asyncio.Task[None] | None = None
+
+    async def startup(self, sockets: Any = None) -> None:
+        self._loop = asyncio.get_running_loop()
+        await super().startup(sockets)
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Called by the interpreter on SIGINT and SIGTERM."""
+        if self._loop is None:
+            self.should_exit = True
+        else:
+            self._loop.call_soon_threadsafe(self._on_signal, sig)
+
+    def _on_signal(self, sig: int) -> None:
+        assert self._loop is not None
+        name = signal.Signals(sig).name
+        if self._drain is None:
+            logger.warning("%s: finishing running requests for up to %g s; again to stop now", name, self._drain_s)
+            self._drain = self._loop.create_task(self._drain_then_exit(self._drain_s))
+        elif not self.should_exit:
+            logger.warning("%s: stopping now", name)
+            self._drain.cancel()
+            self._drain = self._loop.create_task(self._drain_then_exit(0.0))
+        else:
+            self.force_exit = True
+
+    async def _drain_then_exit(self, drain_s: float) -> None:
+        try:
+            await self._llm.shutdown(drain_s)
+        finally:
+            cancelled = asyncio.current_task() is not self._drain
+            if not cancelled:
+                self.should_exit = True
+
+
+def serve(
+    llm: AsyncLLM,
+    host: str = "127.0.0.1",
+    port: int = 8000,
+    *,
+    drain_s: float = DEFAULT_DRAIN_S,
+    max_body_bytes: int = DEFAULT_MAX_BODY_BYTES,
+    log_level: str = "info",
+    access_log: bool = True,
+) -> None:
+    """Serve until a signal. Blocks; returns after the engine has ended.
+
+    Args:
+        drain_s: how long running requests may go on after the first SIGTERM or SIGINT.
+    """
+    config = uvicorn.Config(
+        make_app(llm, max_body_bytes=max_body_bytes),
+        host=host,
+        port=port,
+        log_level=log_level,
+        access_log=access_log,
+        timeout_keep_alive=KEEP_ALIVE_S,
+        timeout_graceful_shutdown=LAST_BYTES_S,
+        server_header=False,
+    )
+    _DrainingServer(config, llm, drain_s).run()

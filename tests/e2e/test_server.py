@@ -1,0 +1,300 @@
+"""The real server with the real model, as clients see it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+
+import httpx
+import openai
+import pytest
+
+pytestmark = pytest.mark.model
+MODEL = "fox-model"
+KNOWN_GOOD = {"model": MODEL, "prompt": "A quick brown fox", "temperature": 0, "max_tokens": 8}
+
+
+def free_port() -> int:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return sock.getsockname()[1]
+
+
+class Server:
+    """A server process of this test run."""
+
+    def __init__(self, *command: str):
+        self.port = free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", *command, "--served-model-name", MODEL, "--port", str(self.port)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env={**os.environ, "PYTHONUNBUFFERED": "1"},
+        )
+        self.http = httpx.Client(base_url=self.url, timeout=60)
+
+    def wait_until_ready(self, timeout_s: float = 90) -> None:
+        deadline = time.monotonic() + timeout_s
+        while time.monotonic() < deadline:
+            assert self.process.poll() is None, self.process.stdout and self.process.stdout.read()
+            try:
+                if self.http.get("/ready").status_code == 200:
+                    return
+            except httpx.TransportError:
+                pass
+            time.sleep(0.1)
+        raise AssertionError("the server did not become ready")
+
+    def stop(self) -> int:
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGTERM)
+        try:
+            return self.process.wait(timeout=30)
+        finally:
+            self.process.kill()
+            self.http.close()
+
+    def gauge(self, name: str) -> float:
+        for line in self.http.get("/metrics").text.splitlines():
+            if line.startswith((name + "{", name + " ")):
+                return float(line.rsplit(" ", 1)[1])
+        raise AssertionError(f"no metric {name}")
+
+    def wait_idle(self) -> None:
+        for _ in range(200):
+            if self.gauge("vllm:num_requests_running") + self.gauge("vllm:num_requests_waiting") == 0:
+                return
+            time.sleep(0.05)
+        raise AssertionError("requests are still running")
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    server = Server("kitfox", "serve", "smollm2-135m", "--max-model-len", "1024", "--dtype", "float32")
+    server.wait_until_ready()
+    yield server
+    assert server.stop() == 0
+
+
+@pytest.fixture(scope="module")
+def client(server: Server) -> openai.OpenAI:
+    return openai.OpenAI(base_url=server.url + "/v1", api_key="none")
+
+
+def known_good_text(server: Server) -> str:
+    answer = server.http.post("/v1/completions", json=KNOWN_GOOD)
+    assert answer.status_code == 200, answer.text
+    return answer.json()["choices"][0]["text"]
+
+
+def test_completion_and_its_stream_agree(client: openai.OpenAI):
+    whole = client.completions.create(model=MODEL, prompt="A quick brown fox", max_tokens=16, temperature=0)
+    chunks = list(
+        client.completions.create(
+            model=MODEL, prompt="A quick brown fox", max_tokens=16, temperature=0, stream=True,
+            stream_options={"include_usage": True},
+        )
+    )  # fmt: skip
+    text = "".join(chunk.choices[0].text for chunk in chunks if chunk.choices)
+    assert text == whole.choices[0].text
+    assert len(text) > 10
+    assert whole.choices[0].finish_reason == "length"
+    assert chunks[-1].usage is not None
+    assert chunks[-1].usage.completion_tokens == 16
+    assert whole.usage is not None
+    assert whole.usage.prompt_tokens_details is not None
+
+
+def test_chat_answers_a_question(client: openai.OpenAI):
+    messages = [{"role": "user", "content": "What is the capital of France?"}]
+    answer = client.chat.completions.create(model=MODEL, messages=messages, temperature=0, max_tokens=20)
+    assert answer.choices[0].message.content == "The capital of France is Paris."
+    assert answer.choices[0].finish_reason == "stop"
+    deltas = client.chat.completions.create(model=MODEL, messages=messages, temperature=0, max_tokens=20, stream=True)
+    text, reasons, roles = "", [], []
+    for chunk in deltas:
+        for choice in chunk.choices:
+            text += choice.delta.content or ""
+            reasons += [choice.finish_reason] if choice.finish_reason else []
+            roles += [choice.delta.role] if choice.delta.role else []
+    assert text == "The capital of France is Paris."
+    assert reasons == ["stop"]
+    assert roles == ["assistant"]
+
+
+def test_several_answers_stop_strings_and_logprobs(client: openai.OpenAI):
+    answer = client.completions.create(
+        model=MODEL, prompt="1, 2, 3, 4,", n=3, seed=7, temperature=0.8, max_tokens=8, logprobs=2
+    )
+    assert [choice.index for choice in answer.choices] == [0, 1, 2]
+    for choice in answer.choices:
+        assert choice.logprobs is not None
+        assert choice.logprobs.tokens is not None
+        assert len(choice.logprobs.tokens) == len(choice.logprobs.token_logprobs or [])
+    again = client.completions.create(
+        model=MODEL, prompt="1, 2, 3, 4,", n=3, seed=7, temperature=0.8, max_tokens=8, logprobs=2
+    )
+    assert [c.text for c in again.choices] == [c.text for c in answer.choices]
+    whole = client.completions.create(model=MODEL, prompt="1, 2, 3, 4,", temperature=0, max_tokens=16).choices[0].text
+    stop = whole[5:8]
+    cut = client.completions.create(model=MODEL, prompt="1, 2, 3, 4,", temperature=0, max_tokens=16, stop=stop)
+    assert cut.choices[0].text == whole[: whole.index(stop)]
+    assert cut.choices[0].finish_reason == "stop"
+
+
+def test_echo_with_logprobs_scores_a_prompt(server: Server):
+    body = {"model": MODEL, "prompt": "The cat sat", "echo": True, "logprobs": 1, "max_tokens": 0}
+    answer = server.http.post("/v1/completions", json=body).json()["choices"][0]
+    assert answer["text"] == "The cat sat"
+    logprobs = answer["logprobs"]
+    assert logprobs["token_logprobs"][0] is None
+    assert all(value < 0 for value in logprobs["token_logprobs"][1:])
+    assert "".join(logprobs["tokens"]) == "The cat sat"
+
+
+def test_the_second_time_a_prompt_comes_from_the_cache(server: Server):
+    body = {"model": MODEL, "prompt": "word " * 100, "temperature": 0, "max_tokens": 4}
+    cold = server.http.post("/v1/completions", json=body).json()
+    warm = server.http.post("/v1/completions", json=body).json()
+    cached = warm["usage"]["prompt_tokens_details"]["cached_tokens"]
+    assert cold["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+    assert 0 < cached < warm["usage"]["prompt_tokens"]
+    assert cached % 32 == 0
+    assert warm["choices"][0]["text"] == cold["choices"][0]["text"]
+    salted = server.http.post("/v1/completions", json={**body, "cache_salt": "tenant"}).json()
+    assert salted["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+
+
+def test_faults_are_answered_and_hurt_nobody(server: Server):
+    from tests.server.fault_table import FAULTS
+
+    expected = known_good_text(server)
+    for fault in FAULTS:
+        body = fault.body
+        content = body if isinstance(body, bytes) else json.dumps(body).encode()
+        answer = server.http.post(fault.path, content=content, headers={"Content-Type": "application/json"})
+        assert answer.status_code in fault.statuses, (fault.name, answer.status_code, answer.text[:300])
+        if answer.status_code >= 400:
+            assert answer.json()["error"]["message"], fault.name
+            assert "Traceback" not in answer.text
+        assert known_good_text(server) == expected, fault.name
+
+
+def test_a_closed_connection_frees_its_blocks(server: Server):
+    server.wait_idle()
+    body = {**KNOWN_GOOD, "max_tokens": 900, "ignore_eos": True, "stream": True}
+    with server.http.stream("POST", "/v1/completions", json=body) as stream:
+        next(stream.iter_lines())
+    server.wait_idle()
+    assert known_good_text(server)
+
+
+def test_a_trace_tells_a_requests_story(server: Server):
+    answer = server.http.post("/v1/completions", json=KNOWN_GOOD).json()
+    trace = server.http.get(f"/v1/trace/{answer['id']}").json()
+    names = [event["name"] for event in trace["events"]]
+    for name in ("received", "queued", "admitted", "scheduled", "first_token", "finished", "answered"):
+        assert name in names, names
+    assert names.index("received") < names.index("queued") < names.index("admitted") < names.index("first_token")
+    assert server.http.get("/v1/trace/nobody").status_code == 404
+
+
+def test_a_thousand_mixed_requests_with_random_aborts_leave_nothing_behind(server: Server):
+    server.wait_idle()
+    rng = random.Random(0)
+    peak: list[int] = []
+
+    async def one(http: httpx.AsyncClient, gate: asyncio.Semaphore, number: int) -> None:
+        body = {
+            "model": MODEL,
+            "prompt": [rng.randrange(100, 40000) for _ in range(rng.randint(1, 24))],
+            "max_tokens": rng.randint(1, 4),
+            "temperature": rng.choice([0, 1.0]),
+            "n": rng.choice([1, 1, 1, 2]),
+            "stream": number % 2 == 0,
+            "ignore_eos": True,
+        }
+        async with gate:
+            try:
+                timeout = 0.3 if rng.random() < 0.1 else 120
+                answer = await http.post("/v1/completions", json=body, timeout=timeout)
+                assert answer.status_code == 200, answer.text
+            except httpx.TimeoutException:
+                pass
+            if number % 250 == 249:
+                peak.append(resident_bytes(server.process.pid))
+
+    async def everything() -> None:
+        gate = asyncio.Semaphore(64)
+        async with httpx.AsyncClient(base_url=server.url, limits=httpx.Limits(max_connections=64)) as http:
+            await asyncio.gather(*(one(http, gate, number) for number in range(1000)))
+
+    known_good_text(server)
+    asyncio.run(everything())
+    server.wait_idle()
+    assert server.gauge("kitfox:num_free_blocks") == server.gauge("kitfox:num_blocks")
+    assert max(peak) < min(peak) * 1.2, "the server's memory grew"
+
+
+def resident_bytes(pid: int) -> int:
+    """Resident memory of a process and its children."""
+    children = subprocess.run(["ps", "-o", "pid=", "--ppid", str(pid)], capture_output=True, text=True, check=False)
+    total = 0
+    for one in [pid, *map(int, children.stdout.split())]:
+        try:
+            with open(f"/proc/{one}/statm") as statm:
+                total += int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+        except FileNotFoundError:
+            continue
+    return total
+
+
+def test_the_engine_dying_is_reported_and_healed():
+    server = Server("kitfox", "serve", "smollm2-135m", "--max-model-len", "512")
+    try:
+        server.wait_until_ready()
+        expected = known_good_text(server)
+        children = subprocess.run(
+            ["pgrep", "-P", str(server.process.pid), "-f", "spawn_main"], capture_output=True, text=True, check=True
+        ).stdout.split()
+        os.kill(int(children[0]), signal.SIGKILL)
+        seen = set()
+        for _ in range(600):
+            seen.add(server.http.get("/health").status_code)
+            if seen >= {503, 200} and server.http.get("/ready").status_code == 200:
+                break
+            time.sleep(0.05)
+        assert 503 in seen
+        server.wait_until_ready()
+        assert known_good_text(server) == expected
+    finally:
+        assert server.stop() == 0
+
+
+def test_sglangs_command_line_serves_with_the_radix_cache_and_drains_on_sigterm():
+    server = Server("kitfox.launch_server", "--model-path", "smollm2-135m", "--context-length", "512")
+    try:
+        server.wait_until_ready()
+        body = {"model": MODEL, "prompt": "word " * 50, "temperature": 0, "max_tokens": 4}
+        server.http.post("/v1/completions", json=body)
+        warm = server.http.post("/v1/completions", json=body).json()["usage"]
+        assert warm["prompt_tokens_details"]["cached_tokens"] == warm["prompt_tokens"] - 1
+        with server.http.stream("POST", "/v1/completions", json={**body, "max_tokens": 40, "stream": True}) as stream:
+            lines = stream.iter_lines()
+            next(lines)
+            server.process.send_signal(signal.SIGTERM)
+            rest = [line for line in lines if line]
+        assert rest[-1] == "data: [DONE]"
+        assert any('"finish_reason":"length"' in line for line in rest)
+    finally:
+        assert server.stop() == 0
