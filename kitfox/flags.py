@@ -138,6 +138,12 @@ def one_of(*words: str, **aliases: str) -> Callable[[str], str]:
     return parse
 
 
+def parse_device(text: str) -> str:
+    if re.fullmatch(r"auto|cpu|cuda(:\d+)?", text) is None:
+        raise argparse.ArgumentTypeError(f"must be auto, cpu, cuda or cuda:N. Given: {text!r}")
+    return text
+
+
 ANY = 2**63 - 1
 parse_dtype = one_of(*DTYPES, half="float16", float="float32", bf16="bfloat16", fp16="float16", fp32="float32")
 
@@ -193,7 +199,9 @@ FLAGS: tuple[Flag, ...] = (
         "model.load_format",
         one_of("auto", "safetensors", "gguf", "dummy"),
     ),
-    Flag("chat template, as a file or as jinja2 text", MODEL, "--chat-template", "--chat-template", "model.chat_template"),
+    Flag(
+        "chat template, as a file or as jinja2 text", MODEL, "--chat-template", "--chat-template", "model.chat_template"
+    ),
     Flag(
         "seed of what is random without a seed of its own",
         MODEL,
@@ -375,12 +383,20 @@ FLAGS: tuple[Flag, ...] = (
         one_of(*SCHEDULING_POLICIES),
     ),
     Flag(
-        "the same as --schedule-policy priority; lower values run first",
+        "the same as --schedule-policy priority; needs --schedule-low-priority-values-first",
         SCHEDULING,
         "",
-        "--enable-priority-scheduling --schedule-low-priority-values-first",
-        "scheduler.policy",
-        switch="priority",
+        "--enable-priority-scheduling",
+        "scheduler.by_priority",
+        switch=True,
+    ),
+    Flag(
+        "lower priority values run first, always",
+        SCHEDULING,
+        "",
+        "--schedule-low-priority-values-first",
+        "scheduler.low_values_first",
+        switch=True,
     ),
     Flag(
         "waiting requests beyond this are refused with 429",
@@ -411,7 +427,13 @@ FLAGS: tuple[Flag, ...] = (
     Flag("steps between prefills", SCHEDULING, "", "--prefill-decode-interval", unsupported="steps mix both"),
     Flag("delay prefills", SCHEDULING, "", "--enable-prefill-delayer", switch=True, unsupported="steps mix both"),
     Flag("schedule ahead", SCHEDULING, "--async-scheduling", switch=True, unsupported=NO_OVERLAP),
-    Flag("schedule after each step, always", SCHEDULING, "--no-async-scheduling", "--disable-overlap-schedule", switch=True),
+    Flag(
+        "schedule after each step, always",
+        SCHEDULING,
+        "--no-async-scheduling",
+        "--disable-overlap-schedule",
+        switch=True,
+    ),
     Flag(
         "tokens in a stream chunk",
         SCHEDULING,
@@ -421,7 +443,7 @@ FLAGS: tuple[Flag, ...] = (
         harmless=("1",),
     ),
     # -- device
-    Flag("auto, cpu or cuda", DEVICE, "--device", "--device", "device.device", one_of("auto", "cpu", "cuda")),
+    Flag("auto, cpu, cuda or cuda:N", DEVICE, "--device", "--device", "device.device", parse_device),
     Flag(
         "threads for arithmetic; 0 is every core",
         DEVICE,
@@ -457,7 +479,14 @@ FLAGS: tuple[Flag, ...] = (
     ),
     Flag("timings in answers", OBSERVING, "--enable-per-request-metrics", switch=True, unsupported="is not built yet"),
     Flag("no statistics", OBSERVING, "--disable-log-stats", switch=True, unsupported="is not built yet"),
-    Flag("log requests", OBSERVING, "--enable-log-requests", "--log-requests", switch=True, unsupported="is not built yet"),
+    Flag(
+        "log requests",
+        OBSERVING,
+        "--enable-log-requests",
+        "--log-requests",
+        switch=True,
+        unsupported="is not built yet",
+    ),
     Flag("detail of logged requests", OBSERVING, "", "--log-requests-level", unsupported="is not built yet"),
     Flag("steps between log lines", OBSERVING, "", "--decode-log-interval", unsupported="is not built yet"),
     Flag(
@@ -475,7 +504,9 @@ FLAGS: tuple[Flag, ...] = (
         unsupported="use GET /v1/trace/{id}",
     ),
     Flag("trace detail", OBSERVING, "--collect-detailed-traces", unsupported="use GET /v1/trace/{id}"),
-    Flag("tracing", OBSERVING, "", "--enable-trace", switch=True, unsupported="tracing is always on: GET /v1/trace/{id}"),
+    Flag(
+        "tracing", OBSERVING, "", "--enable-trace", switch=True, unsupported="tracing is always on: GET /v1/trace/{id}"
+    ),
     Flag("KV events", OBSERVING, "--kv-events-config", "--kv-events-config", unsupported="is not built yet"),
     # -- known, not built: model and server
     Flag("tokenizer kind", MODEL, "--tokenizer-mode", "--tokenizer-mode", unsupported="only auto", harmless=("auto",)),
@@ -619,7 +650,9 @@ FLAGS: tuple[Flag, ...] = (
     Flag("n-gram drafts", FEATURES, "", "--speculative-ngram-max-match-window-size", unsupported=NO_SPECULATION),
     Flag("grammars", FEATURES, "--structured-outputs-config", unsupported=NO_STRUCTURED),
     Flag("grammars", FEATURES, "", "--grammar-backend", unsupported=NO_STRUCTURED, harmless=("none",)),
-    Flag("JSON spaces", FEATURES, "", "--constrained-json-disable-any-whitespace", switch=True, unsupported=NO_STRUCTURED),
+    Flag(
+        "JSON spaces", FEATURES, "", "--constrained-json-disable-any-whitespace", switch=True, unsupported=NO_STRUCTURED
+    ),
     Flag("JSON spaces", FEATURES, "", "--constrained-json-max-whitespace-cnt", unsupported=NO_STRUCTURED),
     Flag("tools", FEATURES, "--enable-auto-tool-choice", switch=True, unsupported=NO_TOOLS),
     Flag("tools", FEATURES, "--tool-call-parser", "--tool-call-parser", unsupported=NO_TOOLS),
@@ -630,7 +663,9 @@ FLAGS: tuple[Flag, ...] = (
     Flag("adapter rank", FEATURES, "--max-lora-rank", "--max-lora-rank", unsupported=NO_LORA),
     Flag("adapters in memory", FEATURES, "--max-cpu-loras", "", unsupported=NO_LORA),
     Flag("adapter eviction", FEATURES, "", "--lora-eviction-policy", unsupported=NO_LORA),
-    Flag("sleep", FEATURES, "--enable-sleep-mode", "--enable-memory-saver", switch=True, unsupported="is not built yet"),
+    Flag(
+        "sleep", FEATURES, "--enable-sleep-mode", "--enable-memory-saver", switch=True, unsupported="is not built yet"
+    ),
     Flag(
         "determinism",
         FEATURES,
@@ -656,7 +691,9 @@ FLAGS: tuple[Flag, ...] = (
     ),
     Flag("attention backend", SPEED, "", "--prefill-attention-backend", unsupported="the device decides"),
     Flag("attention backend", SPEED, "", "--decode-attention-backend", unsupported="the device decides"),
-    Flag("offload weights", SPEED, "--cpu-offload-gb", "--cpu-offload-gb", unsupported=NO_OFFLOAD, harmless=("0", "0.0")),
+    Flag(
+        "offload weights", SPEED, "--cpu-offload-gb", "--cpu-offload-gb", unsupported=NO_OFFLOAD, harmless=("0", "0.0")
+    ),
     Flag("offload KV", SPEED, "--kv-offloading-size", unsupported=NO_OFFLOAD),
     Flag("offload KV", SPEED, "", "--enable-hierarchical-cache", switch=True, unsupported=NO_OFFLOAD),
     Flag("offload KV", SPEED, "", "--hicache-ratio", unsupported=NO_OFFLOAD),
@@ -675,31 +712,39 @@ class FlagParser(argparse.ArgumentParser):
         raise ConfigError(message)
 
 
-def build_parser(dialect: Dialect, program: str | None = None) -> FlagParser:
-    """The parser of one dialect; unsupported flags parse too, so that `build_engine_config` can say why they fail."""
+def build_parser(
+    dialect: Dialect,
+    program: str | None = None,
+    *,
+    description: str = "Serve a model behind an OpenAI-compatible API.",
+    serving: bool = True,
+) -> FlagParser:
+    """The parser of one dialect; unsupported flags parse too, so that `read_flags` can say why they fail.
+
+    Args:
+        serving: False leaves out what only a server has, MODEL as the first argument included; a command that has
+            arguments of its own adds them to the parser, with a dest of "command.NAME".
+    """
     parser = FlagParser(
         prog=program or PROGRAM_OF[dialect],
-        description="Serve a model behind an OpenAI-compatible API.",
-        epilog="Sizes: 4096, 4k = 4000, 4K = 4096. Flags of "
+        usage="%(prog)s [MODEL] [flags]" if serving and dialect == "vllm" else "%(prog)s [flags]",
+        description=description,
+        epilog="Sizes: 4096, 4k = 4000, 4K = 4096. Dashes may be underscores. Flags of "
         f"{ENGINE_OF[dialect]} that kitfox knows but does not support yet are refused with the reason.",
         allow_abbrev=False,
         formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=36, width=110),
     )
-    if dialect == "vllm":
+    if dialect == "vllm" and serving:
         parser.add_argument("positional_model", nargs="?", metavar="MODEL", help="the same as --model")
     parser.add_argument("--config", metavar="FILE", help="YAML of flag names and values; the command line wins")
     groups: dict[str, argparse._ArgumentGroup] = {}
     for index, flag in enumerate(FLAGS):
         spellings = flag.spellings(dialect)
-        if not spellings:
+        if not spellings or (flag.target.startswith("server.") and not serving):
             continue
-        if flag.unsupported:
-            group: Any = parser
-        else:
-            group = groups.setdefault(flag.group, parser.add_argument_group(flag.group)) if flag.group not in groups else (
-                groups[flag.group]
-            )
-        group.add_argument(*spellings, **_argument_options(flag, index, dialect))
+        if flag.group not in groups:
+            groups[flag.group] = parser.add_argument_group(flag.group)
+        groups[flag.group].add_argument(*spellings, **_argument_options(flag, index, dialect))
     return parser
 
 
@@ -726,22 +771,26 @@ def default_of(flag: Flag, dialect: Dialect) -> Any:
     if dialect in flag.defaults:
         return flag.defaults[dialect]
     section, _, name = flag.target.rpartition(".")
-    owner: Any = {"server": ServerOptions()}.get(section) or (
-        getattr(EngineConfig(), section, None) if section else EngineConfig()
-    )
+    config = EngineConfig()
+    owner: Any = ServerOptions() if section == "server" else getattr(config, section, None) if section else config
     return getattr(owner, name, None)
 
 
-def build_engine_config(
-    dialect: Dialect, argv: Sequence[str], program: str | None = None
-) -> tuple[EngineConfig, ServerOptions]:
-    """Read a command line, and the file its --config names.
+def build_engine_config(dialect: Dialect, argv: Sequence[str]) -> tuple[EngineConfig, ServerOptions]:
+    """Read the command line of a server, and the file its --config names; raises what `read_flags` does."""
+    config, options, _ = read_flags(dialect, argv, build_parser(dialect))
+    return config, options
+
+
+def read_flags(
+    dialect: Dialect, argv: Sequence[str], parser: FlagParser
+) -> tuple[EngineConfig, ServerOptions, dict[str, Any]]:
+    """Read a command line with a parser from `build_parser`; the last part are the arguments of a command's own.
 
     Raises:
         ConfigError: a flag is unknown, unsupported, out of range or contradicts another one.
         SystemExit: `--help` was asked for and printed.
     """
-    parser = build_parser(dialect, program)
     words = [_with_dashes(word) for word in argv]
     path = _config_path(words)
     if path is not None:
@@ -750,8 +799,10 @@ def build_engine_config(
     for word in unknown:
         raise ConfigError(_explain_unknown(dialect, word), param=word)
     settings = vars(values)
+    own = {name: settings.pop(name) for name in list(settings) if name.startswith("command.")}
     _refuse_unsupported(dialect, settings)
-    return _assemble(dialect, settings)
+    config, options = _assemble(dialect, settings)
+    return config, options, {name.removeprefix("command."): value for name, value in own.items()}
 
 
 def in_dialect(dialect: Dialect, text: str) -> str:
@@ -842,7 +893,9 @@ def _equivalent(flag: Flag, dialect: Dialect) -> str:
     spellings = [word for row in [flag, *same_setting] for word in row.spellings(dialect)]
     if spellings:
         return f"here it is {spellings[0]}"
-    return flag.unsupported or f"it has no counterpart here, use {PROGRAM_OF['sglang' if dialect == 'vllm' else 'vllm']}"
+    return (
+        flag.unsupported or f"it has no counterpart here, use {PROGRAM_OF['sglang' if dialect == 'vllm' else 'vllm']}"
+    )
 
 
 def _refuse_unsupported(dialect: Dialect, settings: dict[str, Any]) -> None:
@@ -857,12 +910,12 @@ def _refuse_unsupported(dialect: Dialect, settings: dict[str, Any]) -> None:
 def _assemble(dialect: Dialect, settings: dict[str, Any]) -> tuple[EngineConfig, ServerOptions]:
     """Settings by target name -> the configuration; settles those that stand for others."""
     settings.pop("config", None)
+    _settle_model(dialect, settings)
+    _settle_cache(settings)
+    _settle_scheduling(settings)
     for flag in FLAGS:
         if dialect in flag.defaults:
-            settings.setdefault(flag.target, flag.defaults[dialect]) if flag.target != "cache.organisation" else None
-    _settle_model(dialect, settings)
-    _settle_cache(dialect, settings)
-    _settle_prefill(settings)
+            settings.setdefault(flag.target, flag.defaults[dialect])
     sections: dict[str, dict[str, Any]] = {name: {} for name in ("model", "cache", "scheduler", "device", "server", "")}
     for target, value in settings.items():
         section, _, name = target.rpartition(".")
@@ -893,14 +946,13 @@ def _settle_model(dialect: Dialect, settings: dict[str, Any]) -> None:
     settings["model.served_model_names"] = names
 
 
-def _settle_cache(dialect: Dialect, settings: dict[str, Any]) -> None:
+def _settle_cache(settings: dict[str, Any]) -> None:
     wanted = settings.pop("cache.prefix_caching", None)
     chosen = settings.get("cache.organisation")
     if chosen is not None and wanted is not None and wanted == (chosen == "none"):
         raise ConfigError(f"--cache {chosen} contradicts the flag that turns prefix caching on or off", param="cache")
     if wanted is False:
         settings["cache.organisation"] = "none"
-    settings.setdefault("cache.organisation", "paged" if dialect == "vllm" else "radix")
     num_tokens = settings.pop("cache.max_total_tokens", None)
     if num_tokens is not None:
         if "cache.num_blocks" in settings:
@@ -911,7 +963,17 @@ def _settle_cache(dialect: Dialect, settings: dict[str, Any]) -> None:
         settings["cache.num_blocks"] = num_tokens // block_size
 
 
-def _settle_prefill(settings: dict[str, Any]) -> None:
+def _settle_scheduling(settings: dict[str, Any]) -> None:
+    low_values_first = settings.pop("scheduler.low_values_first", False)
+    if settings.pop("scheduler.by_priority", False):
+        if not low_values_first:  # the other engine's default is the opposite order: do not serve it upside down
+            raise ConfigError(
+                "--enable-priority-scheduling: kitfox runs lower priority values first; say that you mean it with "
+                "--schedule-low-priority-values-first",
+                param="enable_priority_scheduling",
+            )
+        if settings.setdefault("scheduler.policy", "priority") != "priority":
+            raise ConfigError("--enable-priority-scheduling contradicts --schedule-policy", param="schedule_policy")
     budget = settings.get("scheduler.max_num_batched_tokens")
     unchunked_budget = settings.pop("scheduler.max_prefill_tokens", None)
     if budget == -1:

@@ -80,7 +80,7 @@ class Tokenizer:
         added = backend.get_added_tokens_decoder()
         self._added_texts = {token_id: token.content for token_id, token in added.items()}
         self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
-        self._special_texts = [self._added_texts[token_id] for token_id in sorted(self.special_ids)]
+        self._special_id_of = {self._added_texts[token_id]: token_id for token_id in sorted(self.special_ids)}
         self.vocab_size: int = backend.get_vocab_size(with_added_tokens=True)
         bos = self._named_tokens.get("bos_token")
         self.bos_token_id: int | None = None if bos is None else backend.token_to_id(bos)
@@ -171,13 +171,13 @@ class Tokenizer:
             text = self._render(messages, template, kwargs, **options)
             return self.encode(text, add_special_tokens=False)
         mark = _unused_character(texts + (template or self._chat_template or ""))
-        pattern = re.compile("|".join(re.escape(t) for t in sorted(self._special_texts, key=len, reverse=True)))
+        pattern = re.compile("|".join(re.escape(t) for t in sorted(self._special_id_of, key=len, reverse=True)))
         marked_messages, marked_kwargs = _mark(messages, pattern, mark), _mark(kwargs, pattern, mark)
         text = self._render(marked_messages, template, marked_kwargs, **options)
         return self._encode_marked(text, pattern, mark)
 
     def _json_specials(self) -> list[str]:
-        return [json.dumps(text, ensure_ascii=False)[1:-1] for text in self._special_texts]
+        return [json.dumps(text, ensure_ascii=False)[1:-1] for text in self._special_id_of]
 
     def _encode_marked(self, text: str, pattern: re.Pattern[str], mark: str) -> list[int]:
         """Ids of a text whose unmarked special tokens are real, and whose marked ones are text once unmarked."""
@@ -185,7 +185,7 @@ class Tokenizer:
         start = 0
         for match in pattern.finditer(text):
             ids += self._encode_plain(text[start : match.start()].replace(mark, ""))
-            ids.append(self._backend.token_to_id(match[0]))
+            ids.append(self._special_id_of[match[0]])
             start = match.end()
         return ids + self._encode_plain(text[start:].replace(mark, ""))
 
@@ -454,7 +454,8 @@ def _from_gguf(metadata: GgufMetadata, template: str | None) -> Tokenizer:
     roles = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
     ids = {role: metadata.get(f"tokenizer.ggml.{key}_token_id") for role, key in roles.items()}
     named = {role: tokens[token_id] for role, token_id in ids.items() if token_id is not None}
-    if metadata.get("tokenizer.ggml.add_bos_token", kind == "llama") and "bos_token" in named:
+    adds_bos = kind == "llama" or _BYTE_LEVEL_PRE.get(metadata.get("tokenizer.ggml.pre")) == "llama3"
+    if metadata.get("tokenizer.ggml.add_bos_token", adds_bos) and "bos_token" in named:
         bos = named["bos_token"]
         backend.post_processor = processors.TemplateProcessing(
             single=[bos, "$A"], pair=[bos, "$A", "$B"], special_tokens=[(bos, ids["bos_token"])]
@@ -524,10 +525,11 @@ def _sentencepiece_backend(metadata: GgufMetadata, tokens: list[str]) -> tokeniz
 def _merges_from_scores(vocab: dict[str, int], scores: list[float]) -> list[tuple[str, str]]:
     """Merge rules that do what sentencepiece does with scores: the pair whose union scores highest goes first."""
     merges: list[tuple[float, int, int, str, str]] = []
+    find = vocab.get
     for text, token_id in vocab.items():
         for cut in range(1, len(text)):
-            left, right = text[:cut], text[cut:]
-            if left in vocab and right in vocab:
-                merges.append((-scores[token_id], vocab[left], vocab[right], left, right))
+            left_id = find(text[:cut])
+            if left_id is not None and (right_id := find(text[cut:])) is not None:
+                merges.append((-scores[token_id], left_id, right_id, text[:cut], text[cut:]))
     merges.sort()
     return [(left, right) for *_, left, right in merges]

@@ -139,7 +139,7 @@ class ProcessClient(EngineClient):
         self._replies.set_hwm(0)
         self._replies.bind(replies_address)
         # zmq.asyncio sends return futures; a plain shadow of the same socket sends at once, and the queue is unbounded.
-        self._send_socket = zmq.Socket.shadow(self._requests)
+        self._send_socket: zmq.Socket[bytes] = zmq.Socket.shadow(self._requests)
         self.process: BaseProcess = multiprocessing.get_context("spawn").Process(
             target=run_engine, args=(config, num_blocks, requests_address, replies_address), name="kitfox-engine"
         )
@@ -169,12 +169,13 @@ class ProcessClient(EngineClient):
             EngineDeadError: the process ended, with its exit code.
         """
         loop = asyncio.get_running_loop()
-        died = loop.create_future()
+        died = asyncio.Event()
         sentinel = self.process.sentinel
-        loop.add_reader(sentinel, lambda: died.done() or died.set_result(None))
+        loop.add_reader(sentinel, died.set)
         reply = asyncio.ensure_future(self._receive_bytes())
+        death = asyncio.ensure_future(died.wait())
         try:
-            await asyncio.wait((reply, died), return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait((reply, death), return_when=asyncio.FIRST_COMPLETED)
             if not reply.done():  # its last words may still be on the way
                 await asyncio.wait((reply,), timeout=0.2)
             if not reply.done():
@@ -183,6 +184,7 @@ class ProcessClient(EngineClient):
         finally:
             loop.remove_reader(sentinel)
             reply.cancel()
+            death.cancel()
 
     async def _receive_bytes(self) -> bytes:
         return await self._replies.recv()

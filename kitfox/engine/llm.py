@@ -81,7 +81,9 @@ class LLM:
         Raises:
             RequestError: one of the prompts or its parameters is wrong; none is then started.
         """
-        several = prompts if isinstance(prompts, list | tuple) and not _is_token_ids(prompts) else [prompts]
+        several: Sequence[Any] = [prompts]
+        if isinstance(prompts, list | tuple) and not _is_token_ids(prompts):
+            several = prompts
         encoded = [self._encode(prompt) for prompt in several]
         params = _one_for_each(sampling_params or SamplingParams(), len(encoded), "sampling_params")
         priorities = _one_for_each(priority or 0, len(encoded), "priority")
@@ -110,7 +112,7 @@ class LLM:
         prompts = [self.tokenizer.encode_chat(list(c), **template_options) for c in conversations]  # type: ignore[arg-type]
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
 
-    def _encode(self, prompt: Prompt) -> tuple[str | None, list[int]]:
+    def _encode(self, prompt: Any) -> tuple[str | None, list[int]]:
         if isinstance(prompt, dict):
             unknown = set(prompt) - {"prompt", "prompt_token_ids"}
             if unknown or len(prompt) != 1:

@@ -111,7 +111,7 @@ class InputBatch:
             row.num_blocks = end
 
     def append_sampled(self, row: RequestRow, token_id: int) -> None:
-        """Note a sampled token; the next step computes it. One beyond the arrays' end belongs to a request that ends."""
+        """Note a sampled token; the next step computes it. One past the end of the arrays is of a request that ends."""
         if row.num_tokens < self._token_ids.shape[1]:
             self._token_ids[row.row, row.num_tokens] = token_id
         row.num_tokens += 1

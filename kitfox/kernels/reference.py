@@ -22,6 +22,7 @@ from torch import Tensor
 from kitfox.config import ModelConfig, RopeScaling
 from kitfox.errors import UnsupportedModelError
 
+# Rows are padded to this many: a decode pays for the padding, a prefill for reading the weight once a tile.
 ROW_TILE = 16
 QUERY_TILE = 4
 KEY_TILE = 256
@@ -240,116 +241,90 @@ class AttentionPlan:
     """
 
     def __init__(self, block_table: Tensor, seq_lens: Tensor, query_start_loc: Tensor, block_size: int):
-        """See `paged_attention` for the arguments. Reads them back to the host once when they live on a device."""
-        self.device = block_table.device
-        self._block_table = block_table
-        self._block_size = block_size
-        self._seq_lens = seq_lens.tolist()
-        starts = query_start_loc.tolist()
-        self.groups: list[QueryGroup] = []
-        singles: list[tuple[int, int, int]] = []
-        for request, (begin, end) in enumerate(zip(starts, starts[1:], strict=False)):
-            if begin == end:
-                continue
-            first_position = self._seq_lens[request] - (end - begin)
-            first_tile = first_position // QUERY_TILE
-            last_tile = (self._seq_lens[request] - 1) // QUERY_TILE
-            row_of_zero = begin - first_position  # the row in q of position 0, were it there
-            tiles = [(request, tile * QUERY_TILE, row_of_zero) for tile in range(first_tile, last_tile + 1)]
-            if len(tiles) == 1:
-                singles += tiles
-            else:
-                self.groups.append(self._group(tiles, starts, shared=True))
-        if singles:
-            self.groups.append(self._group(singles, starts, shared=False))
+        """See `paged_attention` for the arguments. Reads lengths back to the host once when they live on a device."""
+        begins, ends = query_start_loc.long().cpu().unfold(0, 2, 1).unbind(1)
+        lengths = seq_lens.long().cpu()
+        first_tiles = (lengths - (ends - begins)) // QUERY_TILE
+        num_tiles = (lengths - 1) // QUERY_TILE - first_tiles + 1
 
-    def _group(self, tiles: list[tuple[int, int, int]], starts: list[int], *, shared: bool) -> QueryGroup:
-        requests, bases, rows_of_zero = (torch.tensor(column, dtype=torch.int64) for column in zip(*tiles, strict=True))
-        positions = bases[:, None] + torch.arange(QUERY_TILE)  # [n, QUERY_TILE]
-        rows = positions + rows_of_zero[:, None]
-        bounds = torch.tensor(starts, dtype=torch.int64)
-        computed = (rows >= bounds[requests][:, None]) & (rows < bounds[requests + 1][:, None])
-        tile_index, offset = computed.nonzero(as_tuple=True)
-        return QueryGroup(
-            requests=requests[:1] if shared else requests,
-            positions=positions.to(self.device),
-            scatter=(tile_index * QUERY_TILE + offset).to(self.device),
-            rows=rows[computed].to(self.device),
-            bases=bases.tolist(),
-            plan=self,
-        )
+        def group(requests: Tensor, tiles: Tensor) -> QueryGroup:
+            bases = tiles * QUERY_TILE
+            positions = bases[:, None] + torch.arange(QUERY_TILE)  # [n, QUERY_TILE]
+            rows = positions + (ends - lengths)[requests][:, None]
+            computed = (rows >= begins[requests][:, None]) & (rows < ends[requests][:, None])
+            return QueryGroup(
+                bases=bases,
+                scatter=computed.flatten().nonzero()[:, 0].to(block_table.device),
+                rows=rows[computed].to(block_table.device),
+                last_positions=lengths[requests] - 1,
+                block_table=block_table[requests.to(block_table.device)],
+                block_size=block_size,
+            )
 
-    def cache_rows(self, requests: Tensor, key_tile: int) -> Tensor:
-        """Rows of the cache seen as [N * 2 * S, K * D] where a tile's keys are: [n, KEY_TILE] int64.
-
-        Positions a request does not have are read at its last one: finite numbers that the mask discards.
-        """
-        last = torch.tensor([self._seq_lens[request] - 1 for request in requests.tolist()])
-        positions = torch.arange(key_tile * KEY_TILE, (key_tile + 1) * KEY_TILE)
-        positions = torch.minimum(positions, last[:, None]).to(self.device)
-        blocks = self._block_table[requests.to(self.device)].long().gather(1, positions // self._block_size)
-        return blocks * (2 * self._block_size) + positions % self._block_size
+        computes = ends > begins
+        singles = (computes & (num_tiles == 1)).nonzero()[:, 0]
+        self.groups = [group(singles, first_tiles[singles])] if len(singles) else []
+        for request in (computes & (num_tiles > 1)).nonzero()[:, 0]:
+            self.groups.append(group(request[None], first_tiles[request] + torch.arange(int(num_tiles[request]))))
 
 
 class QueryGroup:
-    """Query tiles whose products are batched together.
+    """Query tiles whose products are batched together: n tiles of n requests, or n tiles of one.
 
     Attributes:
-        requests: [n] requests of the tiles, or [1] when all tiles are of one.
-        positions: [n, QUERY_TILE] absolute positions of the rows, padding included.
+        bases: [n] the first position of each tile, on the host.
         scatter, rows: where each computed row lies among the n * QUERY_TILE of the group, and in q.
-        bases: the first position of each tile.
     """
 
     def __init__(
         self,
         *,
-        requests: Tensor,
-        positions: Tensor,
+        bases: Tensor,
         scatter: Tensor,
         rows: Tensor,
-        bases: list[int],
-        plan: AttentionPlan,
+        last_positions: Tensor,
+        block_table: Tensor,
+        block_size: int,
     ):
-        self.requests = requests
-        self.positions = positions
+        """last_positions [n or 1], on the host, and block_table [n or 1, max_blocks] have one row a request."""
+        self.bases = bases
         self.scatter = scatter
         self.rows = rows
-        self.bases = bases
-        self._plan = plan
+        self._last_positions = last_positions
+        self._block_table = block_table
+        self._block_size = block_size
         self._steps: dict[int | None, list[KeyStep]] = {}
 
     def key_steps(self, window: int | None) -> list[KeyStep]:
         """The key tiles to visit in ascending order, made on first use for each window."""
         if window not in self._steps:
-            self._steps[window] = self._make_key_steps(window)
+            last = self.bases // KEY_TILE
+            # Chosen by the tile's first position, computed or not, so that a row always visits the same key tiles.
+            first = torch.zeros_like(last) if window is None else (self.bases - window + 1).clamp(min=0) // KEY_TILE
+            active = {tile: (first <= tile) & (tile <= last) for tile in range(int(first.min()), int(last.max()) + 1)}
+            self._steps[window] = [
+                self._key_step(tile, is_active.nonzero()[:, 0], window)
+                for tile, is_active in active.items()
+                if is_active.any()
+            ]
         return self._steps[window]
 
-    def _make_key_steps(self, window: int | None) -> list[KeyStep]:
-        last = [base // KEY_TILE for base in self.bases]
-        first = [0 if window is None else max(0, base - window + 1) // KEY_TILE for base in self.bases]
-        shared = self.requests.shape[0] == 1
-        steps = []
-        for key_tile in range(min(first), max(last) + 1):
-            active = [i for i, (low, high) in enumerate(zip(first, last, strict=True)) if low <= key_tile <= high]
-            if not active:
-                continue
-            index = torch.tensor(active, dtype=torch.int64)
-            requests = self.requests if shared else self.requests[index]
-            positions = self.positions[index.to(self.positions.device)]
-            keys = torch.arange(key_tile * KEY_TILE, (key_tile + 1) * KEY_TILE, device=positions.device)
-            hidden = keys > positions[:, :, None]  # [n, QUERY_TILE, KEY_TILE]
-            if window is not None:
-                hidden |= keys <= positions[:, :, None] - window
-            everyone = len(active) == len(self.bases)
-            steps.append(
-                KeyStep(
-                    active=None if everyone else index.to(positions.device),
-                    cache_rows=self._plan.cache_rows(requests, key_tile),
-                    hidden=hidden if bool(hidden.any()) else None,
-                )
-            )
-        return steps
+    def _key_step(self, key_tile: int, active: Tensor, window: int | None) -> KeyStep:
+        device = self._block_table.device
+        keys = torch.arange(key_tile * KEY_TILE, (key_tile + 1) * KEY_TILE)
+        queries = (self.bases[active][:, None] + torch.arange(QUERY_TILE))[:, :, None]
+        hidden = keys > queries  # [n, QUERY_TILE, KEY_TILE]
+        if window is not None:
+            hidden |= keys <= queries - window
+        requests = active if len(self._last_positions) > 1 else torch.zeros(1, dtype=torch.int64)
+        # Positions a request does not have are read at its last one: finite numbers, which `hidden` discards.
+        positions = torch.minimum(keys, self._last_positions[requests][:, None]).to(device)
+        blocks = self._block_table[requests.to(device)].long().gather(1, positions // self._block_size)
+        return KeyStep(
+            active=None if len(active) == len(self.bases) else active.to(device),
+            cache_rows=blocks * (2 * self._block_size) + positions % self._block_size,
+            hidden=hidden.to(device) if hidden.any() else None,
+        )
 
 
 class KeyStep:
@@ -357,7 +332,8 @@ class KeyStep:
 
     Attributes:
         active: the query tiles that see it; None means all.
-        cache_rows: [n or 1, KEY_TILE], see `AttentionPlan.cache_rows`.
+        cache_rows: [n or 1, KEY_TILE] where the keys are among rows of the cache seen as [N * 2 * S, K * D]; the values
+            are S rows later.
         hidden: [n, QUERY_TILE, KEY_TILE] True where a query must not look; None means nowhere.
     """
 

@@ -223,7 +223,7 @@ class RadixKVCacheManager(KVCacheManager):
         num_fresh = max(0, self.blocks_needed(num_tokens) - len(table.blocks))
         if num_fresh > self.num_free_blocks:
             self._release_copy_source(table, request)
-            self._move_path_to(table)
+            self._move_path_to(table.node, table.blocks)
             if num_fresh > self.num_free_blocks:
                 return None
         fresh = self._take(num_fresh)
@@ -237,12 +237,11 @@ class RadixKVCacheManager(KVCacheManager):
                 return None
         hit = [self.pool.blocks[block_id] for block_id in prefix.block_ids]
         source = None if prefix.tail_block_id is None else self.pool.blocks[prefix.tail_block_id]
+        matched = hit if source is None else [*hit, source]
         num_fresh = self.blocks_needed(num_tokens) - len(hit)
-        if num_fresh > self.num_free_blocks - self._num_evictable_on(prefix):
+        if num_fresh > self.num_free_blocks - sum(self._is_evictable(block) for block in matched):
             return None
-        node = self._lock_prefix(request, prefix)
-        for block in hit if source is None else [*hit, source]:
-            self._hold(block)
+        node = self._lock_prefix(request, prefix, matched)
         fresh = self._take(num_fresh)
         table = self._tables[request.request_id] = _Table(hit + fresh, node, source)
         if not request.skips_cache_lookup:
@@ -253,41 +252,29 @@ class RadixKVCacheManager(KVCacheManager):
         return Allocation([block.block_id for block in table.blocks], copies)
 
     def _refreshed(self, request: Request, prefix: PrefixMatch) -> PrefixMatch:
-        """The same prefix in the tree as it is now; NO_PREFIX when it is not all there any more."""
+        """The same tokens in the tree as it is now; NO_PREFIX when they are not all there any more."""
         assert isinstance(prefix.node, _Match), "the prefix is not from this organisation"
         if prefix.node.version == self._version:
             return prefix
         now = self._match(request, prefix.num_tokens)
-        same = now.num_tokens == prefix.num_tokens and now.block_ids == prefix.block_ids
-        return now if same and now.tail_block_id == prefix.tail_block_id else NO_PREFIX
+        return now if now.num_tokens == prefix.num_tokens else NO_PREFIX
 
-    def _num_evictable_on(self, prefix: PrefixMatch) -> int:
-        """How many evictable blocks stop being so once the path of `prefix` is locked."""
-        if not isinstance(prefix.node, _Match):
-            return 0
-        pinned: set[int] = set()
-        end = prefix.num_tokens
-        for node in prefix.node.node.path():
-            if node.lock_ref and node is not prefix.node.node:
-                break
-            last = self.blocks_needed(end) - node.start // self.block_size
-            pinned.update(block.block_id for block in node.blocks[:last] if self._is_evictable(block))
-            end = node.start
-        return len(pinned)
-
-    def _lock_prefix(self, request: Request, prefix: PrefixMatch) -> Node:
-        """Split the tree at the end of `prefix`, lock the path to it and mark it as used."""
+    def _lock_prefix(self, request: Request, prefix: PrefixMatch, matched: list[Block]) -> Node:
+        """Split the tree at the end of `prefix`, lock the path to it, now on `matched` only, and mark it as used."""
         if isinstance(prefix.node, _Match):
             node = prefix.node.node
             if prefix.node.offset < len(node.tokens):
                 node = self._split(node, prefix.node.offset)
         else:
             node = self._root_for(request.cache_salt)
+        self._move_path_to(node, matched)
         self._clock += 1
         for each in node.path():
             self._lock(each)
             self._touch(each, request)
             each.hit_count += 1
+        for block in matched:
+            self._hold(block)
         return node
 
     def _root_for(self, salt: str | None) -> Node:
@@ -306,19 +293,20 @@ class RadixKVCacheManager(KVCacheManager):
             self._drop(table.copy_source)
             table.copy_source = None
 
-    def _move_path_to(self, table: _Table) -> None:
-        """Make the published path refer to the request's own blocks, so that its lock pins nothing else.
+    def _move_path_to(self, end: Node, blocks: list[Block]) -> None:
+        """Make the path down to `end` refer to `blocks` and nothing else, so that locking it pins nothing else.
 
-        What can be found stays the same: the blocks hold the same tokens.
+        What can be found stays the same: those blocks hold the path's tokens. Others may still refer to the old ones.
         """
-        for node in table.node.path():
+        for node in end.path():
             first = node.start // self.block_size
-            own = table.blocks[first : first + len(node.blocks)]
+            own = blocks[first : first + len(node.blocks)]
             if own == node.blocks:
                 continue
+            locked = int(node.lock_ref > 0)
             for old, new in zip(node.blocks, own, strict=True):
-                self._recount(new, nodes=1, locked=1)
-                self._recount(old, nodes=-1, locked=-1)
+                self._recount(new, nodes=1, locked=locked)
+                self._recount(old, nodes=-1, locked=-locked)
             node.blocks = own
             self._version += 1
             self._record_stored(node)

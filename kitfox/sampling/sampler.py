@@ -44,8 +44,8 @@ class SamplingRow:
     """
 
     sampling: SamplingParams
-    prompt_token_ids: Sequence[int]
-    output_token_ids: Sequence[int]
+    prompt_token_ids: Sequence[int] | Ids
+    output_token_ids: Sequence[int] | Ids
     stop_token_ids: tuple[int, ...]
     position: int
     seed_key: int
@@ -68,7 +68,7 @@ class SamplingRow:
 
 
 def uniform(seed_key: int, position: int, stream: int = 0) -> float:
-    """A number in (0, 1) that depends on nothing but its arguments; `stream` separates several draws at a position.
+    """A number in [0, 1) that depends on nothing but its arguments; `stream` separates several draws at a position.
 
     Source: the SplitMix64 finaliser, https://doi.org/10.1145/2660193.2660195, chained over the three numbers.
     """
@@ -78,7 +78,7 @@ def uniform(seed_key: int, position: int, stream: int = 0) -> float:
         state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & _MASK_64
         state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & _MASK_64
         state ^= state >> 31
-    return ((state >> 12) + 0.5) * 2.0**-52
+    return (state >> 12) * 2.0**-52
 
 
 class Sampler:
@@ -128,7 +128,8 @@ def _choose(logits: Floats, row: SamplingRow) -> int | None:
         return best
     # Subtract first: a tiny temperature must not turn large logits into infinities.
     logits -= logits[best]
-    logits /= row.sampling.temperature
+    with np.errstate(over="ignore"):
+        logits /= row.sampling.temperature
     weights, ids = _filter(logits, row.sampling)
     cumulative = weights.cumsum()
     index = int(cumulative.searchsorted(uniform(row.seed_key, row.position) * cumulative[-1], side="right"))
@@ -143,13 +144,17 @@ def _adjust(logits: Floats, row: SamplingRow) -> None:
     if row.masks_stop_tokens:
         logits[list(row.stop_token_ids)] = -np.inf
     if sampling.repetition_penalty != 1.0:
-        seen = np.unique(np.array([*row.prompt_token_ids, *row.output_token_ids], dtype=np.int64))
+        seen = np.unique(np.concatenate((_as_ids(row.prompt_token_ids), _as_ids(row.output_token_ids))))
         values = logits[seen]
         penalty = sampling.repetition_penalty
         logits[seen] = np.where(values > 0, values / penalty, values * penalty)
     if sampling.presence_penalty != 0.0 or sampling.frequency_penalty != 0.0:
-        used, counts = np.unique(np.array(row.output_token_ids, dtype=np.int64), return_counts=True)
+        used, counts = np.unique(_as_ids(row.output_token_ids), return_counts=True)
         logits[used] -= sampling.presence_penalty + sampling.frequency_penalty * counts
+
+
+def _as_ids(token_ids: Sequence[int] | Ids) -> Ids:
+    return np.asarray(token_ids, dtype=np.int64)
 
 
 def _filter(logits: Floats, sampling: SamplingParams) -> tuple[Floats, Ids | None]:
@@ -159,6 +164,7 @@ def _filter(logits: Floats, sampling: SamplingParams) -> tuple[Floats, Ids | Non
         Weights (not normalised) of the tokens that are left, and their ids; ids None means all of the vocabulary.
     """
     vocab_size = logits.shape[0]
+    vocab_size = logits.shape[0]
     top_k = sampling.top_k if 0 < sampling.top_k < vocab_size else 0
     if not top_k and sampling.top_p >= 1.0:
         weights = np.exp(logits)
@@ -166,29 +172,40 @@ def _filter(logits: Floats, sampling: SamplingParams) -> tuple[Floats, Ids | Non
             return weights, None
         ids = np.flatnonzero(weights >= sampling.min_p)
         return weights[ids], ids
-    ids = _best_tokens(logits, top_k or _NUM_CANDIDATES)
-    weights = np.exp(logits[ids])
+    largest = _largest(logits, top_k or _NUM_CANDIDATES)
+    num_kept = len(largest)
     if sampling.top_p < 1.0:
-        mass = sampling.top_p * (weights.sum() if top_k else np.exp(logits).sum())
-        num_kept = int(weights.cumsum().searchsorted(mass)) + 1
-        if num_kept > len(ids) and not top_k:
-            ids = _best_tokens(logits, vocab_size)
-            weights = np.exp(logits[ids])
-            num_kept = int(weights.cumsum().searchsorted(mass)) + 1
-        weights, ids = weights[:num_kept], ids[:num_kept]
+        mass = sampling.top_p * np.exp(largest if top_k else logits).sum()
+        num_kept = _num_reaching(mass, largest)
+        if num_kept > len(largest) and not top_k:
+            largest = _largest(logits, vocab_size)
+            num_kept = _num_reaching(mass, largest)
+        num_kept = min(num_kept, len(largest))  # rounding may leave the sum of all just below the mass
     if sampling.min_p > 0.0:
-        num_kept = int(np.count_nonzero(weights >= sampling.min_p))
-        weights, ids = weights[:num_kept], ids[:num_kept]
-    return weights, ids
+        num_kept = min(num_kept, int(np.count_nonzero(np.exp(largest) >= sampling.min_p)))
+    ids = _ids_of_largest(logits, num_kept, largest[num_kept - 1])
+    return np.exp(logits[ids]), ids
 
 
-def _best_tokens(logits: Floats, count: int) -> Ids:
-    """Ids of the `count` largest logits, best first; of equal ones the lowest id comes first."""
-    if count >= logits.shape[0]:
-        return np.argsort(-logits, kind="stable")
-    threshold = np.partition(logits, -count)[-count]
-    ids = np.flatnonzero(logits >= threshold)  # more than `count` when some equal the threshold
-    return ids[np.argsort(-logits[ids], kind="stable")][:count]
+def _largest(logits: Floats, count: int) -> Floats:
+    """The `count` largest logits, in descending order."""
+    if count < logits.shape[0]:
+        logits = np.partition(logits, -count)[-count:]
+    return np.sort(logits)[::-1]
+
+
+def _num_reaching(mass: float, largest: Floats) -> int:
+    """How many of the largest logits it takes to have a weight of at least `mass`; one more than all if they do not."""
+    return int(np.exp(largest).cumsum().searchsorted(mass)) + 1
+
+
+def _ids_of_largest(logits: Floats, count: int, smallest: float) -> Ids:
+    """Ascending ids of the `count` largest logits, down to the value `smallest`; of equal ones the lowest ids."""
+    ids = np.flatnonzero(logits >= smallest)
+    surplus = len(ids) - count
+    if surplus:
+        ids = np.delete(ids, np.flatnonzero(logits[ids] == smallest)[-surplus:])
+    return ids
 
 
 def _sampled_logprobs(

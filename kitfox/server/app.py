@@ -1,4 +1,4 @@
-"""The HTTP application and its life: routes, error bodies, disconnects, metrics, draining on a signal. No torch here."""
+"""The HTTP application and its life: routes, error bodies, disconnects, metrics, draining. No torch here."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable
 from contextlib import aclosing, asynccontextmanager
 from types import FrameType
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 import uvicorn
@@ -20,7 +20,6 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from kitfox.engine.async_llm import AsyncLLM
 from kitfox.errors import KitfoxError, RequestError
 from kitfox.server.metrics import ServerMetrics
 from kitfox.server.openai import (
@@ -36,6 +35,9 @@ from kitfox.server.openai import (
     tokenize,
 )
 from kitfox.server.validation import convert_body, error_body, error_headers, internal_error, read_json_object
+
+if TYPE_CHECKING:
+    from kitfox.engine.async_llm import AsyncLLM
 
 logger = logging.getLogger("kitfox.server")
 
@@ -86,7 +88,7 @@ def version() -> str:
     return importlib.metadata.version("kitfox")
 
 
-# ---- what every request gets --------------------------------------------------------------------------------------------
+# ---- what every request gets ----------------------------------------------------------------------------------------
 
 
 class _EveryRequest:
@@ -151,7 +153,7 @@ def _add_error_handlers(app: FastAPI) -> None:
     app.add_exception_handler(HTTPException, on_http_error)
 
 
-# ---- disconnects --------------------------------------------------------------------------------------------------------
+# ---- disconnects ----------------------------------------------------------------------------------------------------
 
 
 async def _wait_for_disconnect(receive: Receive) -> None:
@@ -209,7 +211,7 @@ async def _respond(request: Request, reply: Reply, *, stream: bool) -> Response:
     return Response(status_code=CLIENT_CLOSED_REQUEST) if body is None else json_response(body)
 
 
-# ---- routes -------------------------------------------------------------------------------------------------------------
+# ---- routes ---------------------------------------------------------------------------------------------------------
 
 
 def _add_generation_routes(app: FastAPI, llm: AsyncLLM, metrics: ServerMetrics, max_body_bytes: int) -> None:
@@ -312,7 +314,7 @@ def _state_body(llm: AsyncLLM) -> dict[str, Any]:
     return {"status": llm.health, "detail": llm.health_detail, "uptime_s": round(time.time() - llm.started_at, 3)}
 
 
-# ---- the process --------------------------------------------------------------------------------------------------------
+# ---- the process ----------------------------------------------------------------------------------------------------
 
 
 class _DrainingServer(uvicorn.Server):
@@ -356,8 +358,7 @@ class _DrainingServer(uvicorn.Server):
         try:
             await self._llm.shutdown(drain_s)
         finally:
-            cancelled = asyncio.current_task() is not self._drain
-            if not cancelled:
+            if asyncio.current_task() is self._drain:  # a second signal replaces the first's task
                 self.should_exit = True
 
 

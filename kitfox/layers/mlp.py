@@ -1,0 +1,26 @@
+"""The gated MLP that all families share."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from kitfox.config import ModelConfig
+from kitfox.kernels import reference
+from kitfox.layers.linear import Linear
+
+
+class GatedMLP(nn.Module):
+    """down(act(gate(x)) * up(x))."""
+
+    def __init__(self, config: ModelConfig, *, dtype: torch.dtype, device: torch.device):
+        super().__init__()
+        hidden, inner, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
+        self.gate_proj = Linear(hidden, inner, bias=bias, dtype=dtype, device=device)
+        self.up_proj = Linear(hidden, inner, bias=bias, dtype=dtype, device=device)
+        self.down_proj = Linear(inner, hidden, bias=bias, dtype=dtype, device=device)
+        self.act = config.hidden_act
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [T, hidden] to [T, hidden]."""
+        return self.down_proj(reference.act_and_mul(self.gate_proj(x), self.up_proj(x), self.act))

@@ -1,0 +1,60 @@
+"""Gemma 3, text: sandwich norms, q/k norms, sliding and global layers with a rotary base each, scaled embeddings."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from kitfox.attention.backend import ForwardBatch
+from kitfox.config import ModelConfig
+from kitfox.kernels import reference
+from kitfox.layers.attention import SelfAttention
+from kitfox.layers.mlp import GatedMLP
+from kitfox.layers.norm import RMSNorm
+from kitfox.models.decoder import Model
+
+NORM_OFFSET = 1.0
+
+
+class DecoderLayer(nn.Module):
+    """Each half is normed on both sides: x + norm(attention(norm(x))), then x + norm(mlp(norm(x)))."""
+
+    def __init__(self, config: ModelConfig, layer: int, *, dtype: torch.dtype, device: torch.device):
+        super().__init__()
+
+        def norm() -> RMSNorm:
+            return RMSNorm(config.hidden_size, config.rms_norm_eps, offset=NORM_OFFSET, dtype=dtype, device=device)
+
+        self.input_layernorm = norm()
+        self.self_attn = SelfAttention(config, layer, qk_norm=True, norm_offset=NORM_OFFSET, dtype=dtype, device=device)
+        self.post_attention_layernorm = norm()
+        self.pre_feedforward_layernorm = norm()
+        self.mlp = GatedMLP(config, dtype=dtype, device=device)
+        self.post_feedforward_layernorm = norm()
+
+    def forward(self, x: Tensor, batch: ForwardBatch, rotary_table: Tensor) -> Tensor:
+        attended = self.self_attn(self.input_layernorm(x), batch, rotary_table)
+        x = x + self.post_attention_layernorm(attended)
+        return x + self.post_feedforward_layernorm(self.mlp(self.pre_feedforward_layernorm(x)))
+
+
+class Gemma3Model(Model):
+    """Sliding layers turn with the local rotary base, unscaled; global layers with the scaled one."""
+
+    norm_offset = NORM_OFFSET
+
+    def __init__(self, config: ModelConfig, *, dtype: torch.dtype, device: torch.device):
+        super().__init__(config, dtype=dtype, device=device)
+        self.local_rotary_table = reference.rotary_tables(config, local=True, device=device)
+        # The scale is rounded to the model's dtype: that is what the checkpoints were trained with.
+        self.embedding_scale = torch.tensor(config.hidden_size**0.5, dtype=dtype, device=device)
+
+    def make_layer(self, layer: int, *, dtype: torch.dtype, device: torch.device) -> nn.Module:
+        return DecoderLayer(self.config, layer, dtype=dtype, device=device)
+
+    def embed(self, token_ids: Tensor) -> Tensor:
+        return self.embed_tokens(token_ids) * self.embedding_scale
+
+    def table_of(self, layer: int) -> Tensor:
+        slides = bool(self.config.sliding_layers) and self.config.sliding_layers[layer]
+        return self.local_rotary_table if slides else self.rotary_table

