@@ -7,6 +7,7 @@ HOST ?= 127.0.0.1
 PORT ?= 8000
 ARGS ?=
 # Where there is no CUDA device the CPU build of torch goes in first, so that nobody downloads a CUDA build by accident.
+# Without its dependencies, which come with kitfox's: only one package is asked of the extra index, which may be away.
 TORCH_CPU := torch==2.13.0
 TORCH_CPU_INDEX := https://download.pytorch.org/whl/cpu
 
@@ -35,7 +36,8 @@ $(VENV)/.torch:
 	if command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L >/dev/null 2>&1; then \
 	  $(BIN)/pip install -q 'torch>=2.9,<3'; \
 	else \
-	  $(BIN)/pip install -q --extra-index-url $(TORCH_CPU_INDEX) $(TORCH_CPU)+cpu || $(BIN)/pip install -q $(TORCH_CPU); \
+	  $(BIN)/pip install -q --no-deps --retries 1 --timeout 10 --extra-index-url $(TORCH_CPU_INDEX) $(TORCH_CPU)+cpu \
+	  || $(BIN)/pip install -q $(TORCH_CPU); \
 	fi
 	touch $@
 

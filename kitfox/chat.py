@@ -17,7 +17,7 @@ from typing import Any
 
 from rich.console import Console
 
-from kitfox.errors import EngineDeadError, KitfoxError
+from kitfox.errors import EngineDeadError, KitfoxError, ModelNotFoundError
 
 USUAL_URL = "http://127.0.0.1:8000"
 START_TIMEOUT_S = 600.0  # a large model from a slow disk
@@ -45,7 +45,9 @@ def run_chat(options: ChatOptions) -> None:
         served = _served_models(base_url)
         if not served:
             raise EngineDeadError(f"no kitfox server answers at {base_url}")
-        model = options.model if options.model in served else served[0]
+        if options.model not in (None, *served):
+            raise ModelNotFoundError(f"{base_url} serves {', '.join(served)}, not {options.model}", param="model")
+        model = options.model or served[0]
         console.print(f"[dim]{model} at {base_url}. /exit leaves, Ctrl-C stops an answer.[/dim]")
         messages = [{"role": "system", "content": options.system}] if options.system else []
         while (text := _ask()) is not None:

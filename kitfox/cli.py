@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import signal
+import socket
 import sys
 import threading
 import time
@@ -17,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from kitfox.errors import ConfigError, EngineDeadError, KitfoxError, RequestError
 
 if TYPE_CHECKING:
+    from kitfox.config import EngineConfig
     from kitfox.engine.async_llm import AsyncLLM
     from kitfox.flags import Dialect
     from kitfox.outputs import RequestOutput
@@ -80,15 +82,12 @@ def serve_dialect(dialect: Dialect, argv: Sequence[str]) -> None:
         EngineDeadError: the engine could not start.
     """
     from kitfox.flags import build_engine_config
-    from kitfox.plan import make_plan, render
-    from kitfox.weights.hub import resolve_model
-    from kitfox.weights.model_config import read_model_config
 
     started = time.monotonic()
     config, options = build_engine_config(dialect, argv)
     logging.basicConfig(level=options.log_level.upper(), format="%(levelname)s %(name)s: %(message)s")
-    path = resolve_model(config.model.model, revision=config.model.revision).path
-    print(render(make_plan(config, read_model_config(path))), flush=True)
+    _check_address(options.host, options.port)
+    _print_plan(config)
 
     from kitfox.engine.launch import async_llm
 
@@ -100,6 +99,26 @@ def serve_dialect(dialect: Dialect, argv: Sequence[str]) -> None:
     serve(llm, options.host, options.port, drain_s=options.shutdown_timeout_s, log_level=options.log_level)
     if not llm.phases:
         raise EngineDeadError(f"the engine did not start: {llm.health_detail}")
+
+
+def _check_address(host: str, port: int) -> None:
+    """Find out that a port is taken before the model is loaded, not after."""
+    try:
+        socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET).close()
+    except OSError as error:
+        raise ConfigError(
+            f"cannot listen on {host}:{port}: {error.strerror}. Use another --port", param="port"
+        ) from error
+
+
+def _print_plan(config: EngineConfig, memory_bytes: int | None = None) -> None:
+    """Fetch the model if need be, and print what it will take; memory_bytes as in `make_plan`."""
+    from kitfox.plan import make_plan, render
+    from kitfox.weights.hub import resolve_model
+    from kitfox.weights.model_config import read_model_config
+
+    path = resolve_model(config.model.model, revision=config.model.revision).path
+    print(render(make_plan(config, read_model_config(path), memory_bytes)), flush=True)
 
 
 def _announce(llm: AsyncLLM, address: str, started: float) -> None:
@@ -122,17 +141,13 @@ def _serve(argv: Sequence[str]) -> None:
 
 def _plan(argv: Sequence[str]) -> None:
     from kitfox.flags import build_parser, read_flags, size
-    from kitfox.plan import make_plan, render
-    from kitfox.weights.hub import resolve_model
-    from kitfox.weights.model_config import read_model_config
 
     parser = build_parser("vllm", "kitfox plan", description="Print what `kitfox serve` would allocate.")
     parser.add_argument(
         "--memory", dest="command.memory", type=size, help="plan for a device of this many bytes, such as 16G"
     )
     config, _, own = read_flags("vllm", argv, parser)
-    path = resolve_model(config.model.model, revision=config.model.revision).path
-    print(render(make_plan(config, read_model_config(path), own["memory"])))
+    _print_plan(config, own["memory"])
 
 
 # ---- models ---------------------------------------------------------------------------------------------------------
@@ -140,23 +155,27 @@ def _plan(argv: Sequence[str]) -> None:
 
 def _pull(argv: Sequence[str]) -> None:
     from kitfox.flags import FlagParser
-    from kitfox.weights.hub import pull_model
 
     parser = FlagParser("kitfox pull", description="Fetch a model and show its licence.", allow_abbrev=False)
     parser.add_argument("name", metavar="NAME", help="alias (see kitfox models) or hub id")
     parser.add_argument("--revision", help="branch, tag or commit of a hub model")
     arguments = parser.parse_args(argv)
+
+    from kitfox.weights.hub import pull_model
+
     pull_model(arguments.name, revision=arguments.revision)
 
 
 def _models(argv: Sequence[str]) -> None:
     from kitfox.flags import FlagParser
-    from kitfox.weights.hub import list_models
 
     FlagParser("kitfox models", description="List the models that have an alias.").parse_args(argv)
+
+    from kitfox.weights.hub import list_models
+
     for model in list_models():
         where = str(model.path) if model.path is not None else "not here yet: kitfox pull " + model.name
-        print(f"{model.name:<16} {model.size_bytes / 1e6:7.1f} MB  {model.licence:<20} {where}")
+        print(f"{model.name:<16} {model.size_bytes / 1e6:7.1f} MB  {model.licence:<48} {where}")
     print("Any other model: a directory, a .gguf file or a hub id.")
 
 
@@ -165,7 +184,6 @@ def _models(argv: Sequence[str]) -> None:
 
 def _generate(argv: Sequence[str]) -> None:
     from kitfox.flags import build_parser, number, read_flags
-    from kitfox.request import SamplingParams
 
     parser = build_parser("vllm", "kitfox generate", description="Answer prompts without a server.", serving=False)
     group = parser.add_argument_group("Prompts and answers")
@@ -186,6 +204,9 @@ def _generate(argv: Sequence[str]) -> None:
     add("stop", "a text that ends the answer; may be given several times", action="append", default=[])
     add("sampling-seed", "makes sampling reproducible", type=number(0, 2**63 - 1))
     config, _, own = read_flags("vllm", argv, parser)
+
+    from kitfox.request import SamplingParams
+
     sampling = SamplingParams(
         max_tokens=own["max_tokens"],
         temperature=own["temperature"],
@@ -195,6 +216,8 @@ def _generate(argv: Sequence[str]) -> None:
         seed=own["sampling_seed"],
     )
     prompts = _read_prompts(own["prompts"], own["file"])
+    if own["output"] is not None and not own["output"].parent.is_dir():
+        raise ConfigError(f"--output: there is no directory {own['output'].parent}", param="output")
 
     from kitfox.engine.llm import LLM
 
@@ -262,12 +285,11 @@ def _write_answers(prompts: list[str], outputs: list[RequestOutput], path: Path 
 
 
 def _chat(argv: Sequence[str]) -> None:
-    from kitfox.chat import ChatOptions, run_chat
     from kitfox.flags import FlagParser, number
 
     parser = FlagParser(
         "kitfox chat",
-        description="Talk to a running server, or to one started for the occasion. /exit leaves, Ctrl-C stops an answer.",
+        description="Talk to a running server, or to one started for it. /exit leaves, Ctrl-C stops an answer.",
         allow_abbrev=False,
     )
     parser.add_argument(
@@ -277,7 +299,11 @@ def _chat(argv: Sequence[str]) -> None:
     parser.add_argument("--system", help="system message")
     parser.add_argument("--max-tokens", type=number(1, 2**63 - 1), help="most tokens of an answer")
     parser.add_argument("--temperature", type=number(0, 100, float), help="0 is greedy")
-    run_chat(ChatOptions(**vars(parser.parse_args(argv))))
+    arguments = parser.parse_args(argv)
+
+    from kitfox.chat import ChatOptions, run_chat
+
+    run_chat(ChatOptions(**vars(arguments)))
 
 
 def _version(argv: Sequence[str]) -> None:

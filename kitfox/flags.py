@@ -792,13 +792,14 @@ def read_flags(
         SystemExit: `--help` was asked for and printed.
     """
     words = [_with_dashes(word) for word in argv]
-    path = _config_path(words)
+    settings = _parse_words(dialect, parser, words)
+    path = settings.pop("config", None)
     if path is not None:
-        words = [*_read_config_file(dialect, path), *words]
-    values, unknown = parser.parse_known_args(words)
-    for word in unknown:
-        raise ConfigError(_explain_unknown(dialect, word), param=word)
-    settings = vars(values)
+        from_file = _parse_words(dialect, parser, _read_config_file(dialect, Path(path)))
+        if settings.get("positional_model") is not None:
+            from_file.pop("model.model", None)
+        settings = {**from_file, **settings}
+    settings.pop("config", None)
     own = {name: settings.pop(name) for name in list(settings) if name.startswith("command.")}
     _refuse_unsupported(dialect, settings)
     config, options = _assemble(dialect, settings)
@@ -825,14 +826,12 @@ def _with_dashes(word: str) -> str:
     return name.replace("_", "-") + equals + value
 
 
-def _config_path(words: Sequence[str]) -> Path | None:
-    path = None
-    for index, word in enumerate(words):
-        if word.startswith("--config="):
-            path = Path(word.removeprefix("--config="))
-        elif word == "--config" and index + 1 < len(words):
-            path = Path(words[index + 1])
-    return path
+def _parse_words(dialect: Dialect, parser: FlagParser, words: Sequence[str]) -> dict[str, Any]:
+    """Settings that the words name, by target; absent flags are absent."""
+    values, unknown = parser.parse_known_args(words)
+    for word in unknown:
+        raise ConfigError(_explain_unknown(dialect, word), param=word)
+    return vars(values)
 
 
 def _read_config_file(dialect: Dialect, path: Path) -> list[str]:
@@ -879,7 +878,8 @@ def _explain_unknown(dialect: Dialect, word: str) -> str:
     other: Dialect = "sglang" if dialect == "vllm" else "vllm"
     for flag in FLAGS:
         if parent in flag.spellings(dialect):
-            return f"{name}: {flag.unsupported or 'has no parts'}"
+            reason = "has no parts" if parent != name else "this command has no use for it"
+            return f"{name}: {flag.unsupported or reason}"
         if name in flag.spellings(other):
             return f"{name} is {ENGINE_OF[other]}'s spelling; {_equivalent(flag, dialect)}"
     ours = [word for flag in FLAGS for word in flag.spellings(dialect)] + ["--config", "--help"]
@@ -909,7 +909,6 @@ def _refuse_unsupported(dialect: Dialect, settings: dict[str, Any]) -> None:
 
 def _assemble(dialect: Dialect, settings: dict[str, Any]) -> tuple[EngineConfig, ServerOptions]:
     """Settings by target name -> the configuration; settles those that stand for others."""
-    settings.pop("config", None)
     _settle_model(dialect, settings)
     _settle_cache(settings)
     _settle_scheduling(settings)

@@ -23,7 +23,7 @@ _DEFAULT_ALIGNMENT = 32
 _NO_VALUE = object()
 CONTROL_TOKEN = 3
 # Tokens that end a turn whatever the file's eos_token_id says, as the models' own generation configs list them.
-_END_OF_TURN = frozenset({"<end_of_turn>", "<|eot_id|>", "<|eom_id|>", "<|im_end|>"})
+_END_OF_TURN = frozenset({b"<end_of_turn>", b"<|eot_id|>", b"<|eom_id|>", b"<|im_end|>"})
 
 
 @dataclass(frozen=True)
@@ -121,15 +121,12 @@ class GgufMetadata:
         type_id, data_offset = struct.unpack_from("<IQ", self._buffer, offset)
         return GgufTensor(name, tuple(reversed(dims)), type_id, data_offset), offset + 12
 
-    def _strings(self, array: _ArrayAt) -> Iterator[str]:
+    def _strings(self, array: _ArrayAt) -> Iterator[bytes]:
         offset, unpack, buffer = array.offset, struct.Struct("<Q").unpack_from, self._buffer
         for _ in range(array.count):
             end = offset + 8 + unpack(buffer, offset)[0]
-            yield buffer[offset + 8 : end].decode("utf-8", "replace")
+            yield buffer[offset + 8 : end]
             offset = end
-
-    def __contains__(self, key: str) -> bool:
-        return key in self._values
 
     def get(self, key: str, default: Any = None) -> Any:
         """The value of a key, arrays as lists, or the default."""
@@ -137,14 +134,9 @@ class GgufMetadata:
         if not isinstance(value, _ArrayAt):
             return value
         if value.type_id == _STRING:
-            return list(self._strings(value))
+            return [text.decode("utf-8", "replace") for text in self._strings(value)]
         form = f"<{value.count}{_SCALARS[value.type_id]}"
         return list(struct.unpack_from(form, self._buffer, value.offset))
-
-    def length(self, key: str) -> int:
-        """Number of elements of an array, without decoding it; 0 when the key is absent."""
-        value = self._values.get(key)
-        return value.count if isinstance(value, _ArrayAt) else 0
 
     def __getitem__(self, key: str) -> Any:
         value = self.get(key, _NO_VALUE)
@@ -155,6 +147,7 @@ class GgufMetadata:
     def eos_token_ids(self) -> tuple[int, ...]:
         """Tokens that end a generation: those the file names, then control tokens known to end a turn."""
         named = [self.get(f"tokenizer.ggml.{key}_token_id") for key in ("eos", "eot", "eom")]
-        types, tokens = self.get("tokenizer.ggml.token_type", []), self.get("tokenizer.ggml.tokens", [])
-        by_text = [i for i, kind in enumerate(types) if kind == CONTROL_TOKEN and tokens[i] in _END_OF_TURN]
+        tokens, types = self._values.get("tokenizer.ggml.tokens"), self.get("tokenizer.ggml.token_type", [])
+        texts = enumerate(self._strings(tokens)) if isinstance(tokens, _ArrayAt) else ()
+        by_text = [i for i, text in texts if text in _END_OF_TURN and types[i : i + 1] == [CONTROL_TOKEN]]
         return tuple(dict.fromkeys(token_id for token_id in [*named, *by_text] if token_id is not None))

@@ -90,11 +90,22 @@ def make_plan(config: EngineConfig, model_config: ModelConfig, memory_bytes: int
     plan = _divide(config, model_config, device, memory_bytes)
     problem = _problem(plan, config)
     if problem is None:
+        _check_unsplit_prompts(config, plan)
         return plan
     for flag, changed in _changes(config, model_config, plan):
         if _problem(_divide(changed, model_config, device, memory_bytes), changed) is None:
             raise ConfigError(f"{problem}. This would fit: {flag}", param=flag.split()[0].lstrip("-").replace("-", "_"))
     raise ConfigError(f"{problem}. No single setting makes it fit: choose a smaller model or a larger machine")
+
+
+def _check_unsplit_prompts(config: EngineConfig, plan: MemoryPlan) -> None:
+    budget = config.scheduler.max_num_batched_tokens
+    if not config.scheduler.enable_chunked_prefill and budget < plan.max_model_len:
+        raise ConfigError(
+            f"Prompts are not split, so a step must hold a whole one: max_num_batched_tokens ({budget}) must be >= "
+            f"max_model_len ({plan.max_model_len}). This would fit: --max-model-len {budget}",
+            param="max_num_batched_tokens",
+        )
 
 
 def resolve_dtypes(config: EngineConfig, model_config: ModelConfig, device_type: str) -> tuple[str, str]:

@@ -11,7 +11,7 @@ import codecs
 import json
 import re
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -81,6 +81,9 @@ class Tokenizer:
         self._added_texts = {token_id: token.content for token_id, token in added.items()}
         self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         self._special_id_of = {self._added_texts[token_id]: token_id for token_id in sorted(self.special_ids)}
+        self._specials_by_start: dict[str, list[str]] = {}
+        for text in self._special_id_of:
+            self._specials_by_start.setdefault(text[:2], []).append(text)
         self.vocab_size: int = backend.get_vocab_size(with_added_tokens=True)
         bos = self._named_tokens.get("bos_token")
         self.bos_token_id: int | None = None if bos is None else backend.token_to_id(bos)
@@ -166,24 +169,28 @@ class Tokenizer:
         writing "<|im_end|>".
         """
         options = {"add_generation_prompt": add_generation_prompt, "continue_final_message": continue_final_message}
-        messages, texts = _flatten(messages), json.dumps([messages, kwargs], default=str, ensure_ascii=False)
-        if not any(special in texts for special in self._json_specials()):
+        messages = _flatten(messages)
+        texts = "\0".join(_strings([messages, kwargs]))
+        written = self._specials_in(texts)
+        if not written:
             text = self._render(messages, template, kwargs, **options)
             return self.encode(text, add_special_tokens=False)
         mark = _unused_character(texts + (template or self._chat_template or ""))
-        pattern = re.compile("|".join(re.escape(t) for t in sorted(self._special_id_of, key=len, reverse=True)))
-        marked_messages, marked_kwargs = _mark(messages, pattern, mark), _mark(kwargs, pattern, mark)
-        text = self._render(marked_messages, template, marked_kwargs, **options)
-        return self._encode_marked(text, pattern, mark)
+        starts = re.compile("(?=" + _any_of(written) + ")(.)", re.DOTALL)
+        text = self._render(_mark(messages, starts, mark), template, _mark(kwargs, starts, mark), **options)
+        return self._encode_marked(text, mark)
 
-    def _json_specials(self) -> list[str]:
-        return [json.dumps(text, ensure_ascii=False)[1:-1] for text in self._special_id_of]
+    def _specials_in(self, text: str) -> list[str]:
+        """The special tokens whose text occurs; two characters decide for most of the thousands a model may have."""
+        groups = (texts for start, texts in self._specials_by_start.items() if start in text)
+        return [special for texts in groups for special in texts if special in text]
 
-    def _encode_marked(self, text: str, pattern: re.Pattern[str], mark: str) -> list[int]:
+    def _encode_marked(self, text: str, mark: str) -> list[int]:
         """Ids of a text whose unmarked special tokens are real, and whose marked ones are text once unmarked."""
         ids: list[int] = []
         start = 0
-        for match in pattern.finditer(text):
+        real = self._specials_in(text)
+        for match in re.finditer(_any_of(real), text) if real else ():
             ids += self._encode_plain(text[start : match.start()].replace(mark, ""))
             ids.append(self._special_id_of[match[0]])
             start = match.end()
@@ -339,7 +346,7 @@ def _with_end_mark(messages: list[dict[str, Any]]) -> tuple[list[dict[str, Any]]
     if not messages or not isinstance(messages[-1].get("content"), str):
         message = "continue_final_message needs a last message with text content"
         raise RequestError(message, param="continue_final_message")
-    mark = _unused_character(json.dumps(messages, default=str, ensure_ascii=False), last=True)
+    mark = _unused_character("".join(_strings(messages)), last=True)
     return [*messages[:-1], {**messages[-1], "content": messages[-1]["content"] + mark}], mark
 
 
@@ -352,14 +359,30 @@ def _unused_character(text: str, *, last: bool = False) -> str:
     raise RequestError("the messages use every private-use character of Unicode", param="messages")
 
 
-def _mark(value: Any, pattern: re.Pattern[str], mark: str) -> Any:
-    """The same value with `mark` after the first character of every special token's text in it."""
+def _any_of(texts: list[str]) -> str:
+    return "|".join(re.escape(text) for text in sorted(texts, key=len, reverse=True))
+
+
+def _strings(value: Any) -> Iterator[str]:
     if isinstance(value, str):
-        return pattern.sub(lambda match: match[0][0] + mark + match[0][1:], value)
-    if isinstance(value, list):
-        return [_mark(item, pattern, mark) for item in value]
+        yield value
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            yield from _strings(key)
+            yield from _strings(item)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _strings(item)
+
+
+def _mark(value: Any, starts: re.Pattern[str], mark: str) -> Any:
+    """The same value with `mark` after every character at which a special token's text starts."""
+    if isinstance(value, str):
+        return starts.sub(lambda match: match[1] + mark, value)
+    if isinstance(value, list | tuple):
+        return [_mark(item, starts, mark) for item in value]
     if isinstance(value, dict):
-        return {_mark(key, pattern, mark): _mark(item, pattern, mark) for key, item in value.items()}
+        return {_mark(key, starts, mark): _mark(item, starts, mark) for key, item in value.items()}
     return value
 
 

@@ -222,11 +222,13 @@ class Scheduler:
             request = self.requests.get(request_id)
             if request is None:  # aborted while the step was in flight
                 continue
-            request.num_computed_tokens += num_tokens
-            accepted = self._append(request, output.sampled_token_ids.get(request_id, []))
-            self.kv_cache.cache_computed(request)
             error = output.errors.get(request_id)
-            if error is not None:
+            if error is None:
+                request.num_computed_tokens += num_tokens
+                accepted = self._append(request, output.sampled_token_ids.get(request_id, []))
+                self.kv_cache.cache_computed(request)
+            else:  # what it computed is not to be trusted, so nothing of this step is published
+                accepted = []
                 request.finish_reason = FinishReason.ERROR
             prompt_logprobs = output.prompt_logprobs.get(request_id, [])
             if accepted or prompt_logprobs or request.finish_reason is not None:

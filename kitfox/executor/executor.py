@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from kitfox.config import EngineConfig, ModelConfig
@@ -44,14 +46,8 @@ class Executor:
             self.model.load_weights(iter_weights(path, model_config))
         on_phase("load weights", time.monotonic() - started)
         started = time.monotonic()
-        kv_caches = [
-            torch.zeros(
-                (num_blocks, 2, config.cache.block_size, model_config.num_kv_heads, model_config.head_dim),
-                dtype=TORCH_DTYPES[kv_dtype],
-                device=self.device,
-            )
-            for _ in range(model_config.num_layers)
-        ]
+        kv_shape = (num_blocks, 2, config.cache.block_size, model_config.num_kv_heads, model_config.head_dim)
+        kv_caches = [_zeros(kv_shape, TORCH_DTYPES[kv_dtype], self.device) for _ in range(model_config.num_layers)]
         self.runner = ModelRunner(
             self.model,
             kv_caches,
@@ -66,6 +62,14 @@ class Executor:
     def execute(self, scheduled: SchedulerOutput) -> ModelRunnerOutput:
         """Run one step; blocks until its tokens are known."""
         return self.runner.execute(scheduled)
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Zeros; on CPU in memory that the system maps only when a block is first written, so a large pool costs nothing."""
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    num_bytes = math.prod(shape) * dtype.itemsize
+    return torch.from_numpy(np.zeros(num_bytes, dtype=np.uint8)).view(dtype).view(shape)
 
 
 def _available_cores() -> int:

@@ -351,5 +351,9 @@ class PagedKVCacheManager(KVCacheManager):
         num_findable = sum(block.content is not None for block in self.pool.blocks)
         assert num_mapped == num_findable == self._num_cached_blocks, "the number of cached blocks is wrong"
         assert all(self._by_hash.values()), "a hash is mapped to no block"
+        cached = {block.block_id for copies in self._by_hash.values() for block in copies}
+        free = [block.block_id for block in self.pool.free_queue if block.block_id not in cached]
+        private = set(holders) - cached
+        assert sorted([*free, *cached, *private]) == list(range(self.num_blocks)), "blocks were lost or counted twice"
         for table in self._tables.values():
             assert len({block.block_id for block in table.blocks}) == len(table.blocks), "a table repeats a block"

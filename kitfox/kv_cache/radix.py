@@ -627,6 +627,11 @@ class RadixKVCacheManager(KVCacheManager):
             assert self._node_refs[index] == node_refs[index], f"{block} has {node_refs[index]} nodes"
             assert self._locked_refs[index] == locked_refs[index], f"{block} has {locked_refs[index]} locked nodes"
             assert block.ref_count == node_refs[index] + holders[index], f"{block} has {holders[index]} requests"
+        free = [block.block_id for block in self.pool.free_queue]
+        private = set(holders) - set(node_refs)
+        assert sorted([*free, *node_refs, *private]) == list(range(self.num_blocks)), (
+            "blocks were lost or counted twice"
+        )
         assert self._num_cached_blocks == len(node_refs), "the number of cached blocks is wrong"
         num_evictable = sum(self._is_evictable(block) for block in self.pool.blocks)
         assert self._num_evictable_blocks == num_evictable, "the number of evictable blocks is wrong"

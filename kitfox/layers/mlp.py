@@ -14,12 +14,14 @@ class GatedMLP(nn.Module):
     """down(act(gate(x)) * up(x))."""
 
     def __init__(self, config: ModelConfig, *, dtype: torch.dtype, device: torch.device):
+        """Raises UnsupportedModelError for an activation that `kernels` does not have."""
         super().__init__()
         hidden, inner, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
         self.gate_proj = Linear(hidden, inner, bias=bias, dtype=dtype, device=device)
         self.up_proj = Linear(hidden, inner, bias=bias, dtype=dtype, device=device)
         self.down_proj = Linear(inner, hidden, bias=bias, dtype=dtype, device=device)
         self.act = config.hidden_act
+        reference.act_and_mul(torch.zeros(1, 1), torch.zeros(1, 1), self.act)  # refused now, not at the first step
 
     def forward(self, x: Tensor) -> Tensor:
         """x [T, hidden] to [T, hidden]."""

@@ -70,7 +70,8 @@ class Model(nn.Module, ABC):
         """Copy a checkpoint's tensors into place, converted to the model's dtype.
 
         Raises:
-            WeightsError: a tensor is missing, unexpected or of the wrong shape; the message names it.
+            WeightsError: a tensor is missing, unexpected, repeated, quantised or of the wrong shape; the message names
+                it.
         """
         parameters = {name: p for name, p in self.named_parameters() if not name.startswith("lm_head.")}
         if self.lm_head is not self.embed_tokens:
@@ -86,10 +87,14 @@ class Model(nn.Module, ABC):
             if parameter.shape != tensor.shape:
                 expected = list(parameter.shape)
                 raise WeightsError(f"tensor {stored_name} has shape {list(tensor.shape)}, expected {expected}")
+            if not tensor.is_floating_point():  # a quantised weight: converted, its codes would pass for numbers
+                raise WeightsError(f"tensor {stored_name} has dtype {tensor.dtype}, expected floating point")
+            if name not in missing:
+                raise WeightsError(f"tensor {stored_name} is in the checkpoint more than once")
             parameter.data.copy_(tensor)
-            missing.discard(name)
+            missing.remove(name)
         if missing:
-            names = sorted(missing)
+            names = sorted(name if name.startswith("lm_head.") else f"model.{name}" for name in missing)
             more = f" and {len(names) - SHOWN_NAMES} more" if len(names) > SHOWN_NAMES else ""
             raise WeightsError(f"missing tensors: {', '.join(names[:SHOWN_NAMES])}{more}")
 

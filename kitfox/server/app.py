@@ -33,6 +33,7 @@ from kitfox.server.openai import (
     check_model,
     served_model_names,
     tokenize,
+    unread_message_members,
 )
 from kitfox.server.validation import convert_body, error_body, error_headers, internal_error, read_json_object
 
@@ -225,7 +226,9 @@ def _add_generation_routes(app: FastAPI, llm: AsyncLLM, metrics: ServerMetrics, 
 
     @app.post("/v1/chat/completions")
     async def chat_completions(request: Request) -> Response:
-        fields, ignored = convert_body(await read_json_object(request, max_body_bytes), ChatRequest)
+        body = await read_json_object(request, max_body_bytes)
+        fields, ignored = convert_body(body, ChatRequest)
+        ignored += unread_message_members(body["messages"])
         reply = await service.chat(fields, ignored, request.scope["client_request_id"])
         return await _respond(request, reply, stream=fields.stream)
 

@@ -30,7 +30,7 @@ from kitfox.errors import (
 from kitfox.outputs import CompletionOutput, RequestOutput, RequestTimings, TokenLogprobs
 from kitfox.request import MAX_N, FinishReason, SamplingParams
 from kitfox.server.metrics import RequestObserver, ServerMetrics
-from kitfox.server.validation import error_body, internal_error
+from kitfox.server.validation import MAX_IGNORED_NAMES, MAX_NAME_CHARS, error_body, internal_error
 
 if TYPE_CHECKING:
     from kitfox.engine.async_llm import AsyncLLM
@@ -45,7 +45,7 @@ ENCODE_IN_THREAD_CHARS = 20_000  # longer texts would hold up everybody's stream
 LOWEST_LOGPROB = -9999.0  # JSON has no minus infinity
 RESERVED_TEMPLATE_KWARGS = {
     "add_generation_prompt", "bos_token", "chat_template", "continue_final_message", "conversation", "documents",
-    "eos_token", "messages", "return_dict", "return_tensors", "template", "tokenize", "tools",
+    "eos_token", "messages", "return_dict", "return_tensors", "self", "template", "tokenize", "tools",
 }  # fmt: skip
 DONE = b"data: [DONE]\n\n"
 
@@ -289,6 +289,14 @@ def make_messages(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
             entry["name"] = message.name
         made.append(entry)
     return made
+
+
+def unread_message_members(messages: Any) -> list[str]:
+    """Names of what messages carry and no template sees, as "messages[].NAME", each once."""
+    known = {member.encode_name for member in msgspec.structs.fields(ChatMessage)}
+    given = [m for m in messages if isinstance(m, dict)] if isinstance(messages, list) else []
+    unread = {name: None for m in given for name, value in m.items() if name not in known and value is not None}
+    return [f"messages[].{name[:MAX_NAME_CHARS]}" for name in list(unread)[:MAX_IGNORED_NAMES]]
 
 
 def _join_parts(content: str | list[dict[str, Any]], place: str) -> str:
@@ -691,7 +699,7 @@ class Reply:
     def _chat_choice(self, piece: Piece) -> dict[str, Any]:
         choice: dict[str, Any] = {
             "index": piece.index,
-            "message": {"role": "assistant", "content": piece.text, "refusal": None},
+            "message": {"role": "assistant", "content": piece.text, "refusal": None, "annotations": []},
             "logprobs": piece.logprobs,
         }
         return choice | self._choice_end(piece)

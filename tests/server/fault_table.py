@@ -167,7 +167,7 @@ def _chat_rows() -> Iterator[Fault]:
     yield Fault("no messages", "C53", CHAT, {"max_tokens": 4}, param="messages")
     loops = "{% for a in range(10**9) %}{% for b in range(10**9) %}{% endfor %}{% endfor %}"
     yield _bad_chat("chat_template", "D56", "chat_template", chat_template=loops)
-    for name in ("chat_template", "messages", "tokenize", "add_generation_prompt", "tools"):
+    for name in ("chat_template", "messages", "tokenize", "add_generation_prompt", "tools", "self"):
         yield _bad_chat(f"kwarg {name}", "D56", "chat_template_kwargs", chat_template_kwargs={name: loops})
     both = {"add_generation_prompt": True, "continue_final_message": True}
     yield _bad_chat("generation prompt and continue", "D58", "continue_final_message", **both)

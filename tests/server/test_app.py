@@ -169,8 +169,8 @@ class RawClient:
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    """Wait for a condition; a few hundred turns of the loop are plenty in one process."""
-    for _ in range(500):
+    """Wait for a condition; far more turns of the loop than it needs, on any machine."""
+    for _ in range(10_000):
         if condition():
             return
         await asyncio.sleep(0.001)

@@ -66,7 +66,8 @@ def test_chat() -> None:
     body = chat(llm)
     assert body["id"].startswith("chatcmpl-")
     assert body["object"] == "chat.completion"
-    assert body["choices"][0]["message"] == {"role": "assistant", "content": REPLY, "refusal": None}
+    message = {"role": "assistant", "content": REPLY, "refusal": None, "annotations": []}
+    assert body["choices"][0]["message"] == message
     assert body["usage"]["prompt_tokens_details"] == {"cached_tokens": 0}
     assert bytes(llm.seen[0][1]) == b"[user]Hi\n[assistant]"
     assert llm.seen[0][2].max_tokens == 100
@@ -201,6 +202,8 @@ def test_token_ids_on_request() -> None:
 
 def test_ignored_parameters_are_named() -> None:
     assert complete(user="me", frobnicate=1)["ignored_parameters"] == ["user", "frobnicate"]
+    messages = [{"role": "user", "content": "Hi", "tone": "kind", "refusal": None}]
+    assert chat(messages=messages)["ignored_parameters"] == ["messages[].tone"]
     chunks = chunks_of(CHAT, user="me")
     assert chunks[0]["ignored_parameters"] == ["user"]
     assert all("ignored_parameters" not in chunk for chunk in chunks[1:])

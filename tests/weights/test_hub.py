@@ -10,14 +10,14 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from kitfox.errors import ModelNotFoundError, WeightsError
+from kitfox.errors import ConfigError, ModelNotFoundError, WeightsError
 from kitfox.weights import hub
 from kitfox.weights.hub import Alias, cache_dir, list_models, pull_model, resolve_model
 
 
 @pytest.fixture
 def console() -> Console:
-    return Console(record=True, file=open("/dev/null", "w"))  # noqa: SIM115 (lives as long as the test)
+    return Console(record=True, file=open("/dev/null", "w"))
 
 
 @pytest.fixture
@@ -143,6 +143,19 @@ def test_cache_dir_follows_the_environment(monkeypatch: pytest.MonkeyPatch, tmp_
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", str(tmp_path))
     assert cache_dir() == tmp_path / ".cache" / "kitfox"
+
+
+def test_a_revision_of_something_without_versions_is_refused(tmp_path: Path) -> None:
+    for name in ("smollm2-135m", str(tmp_path)):
+        with pytest.raises(ConfigError, match="revision"):
+            resolve_model(name, revision="main")
+
+
+def test_cache_folder_that_cannot_be_written(two_part_alias: Alias, monkeypatch, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("KITFOX_CACHE", str(tmp_path / "file"))
+    with pytest.raises(ConfigError, match="KITFOX_CACHE"):
+        resolve_model("tiny")
 
 
 def test_models_listed_once_each() -> None:

@@ -9,13 +9,13 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from gguf_files import write_gguf
 from rich.progress import Progress
 from safetensors.torch import save_file
 
 from kitfox.config import ModelConfig
 from kitfox.errors import UnsupportedModelError, WeightsError
 from kitfox.weights.loader import iter_weights, weights_total_bytes
+from tests.weights.gguf_files import write_gguf
 
 CONFIG = ModelConfig(
     "LlamaForCausalLM", 8, 64, 64, 1, num_heads=4, num_kv_heads=2, head_dim=16, max_position_embeddings=8

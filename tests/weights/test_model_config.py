@@ -8,12 +8,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from gguf_files import write_gguf
 
 from kitfox.config import RopeScaling
 from kitfox.errors import UnsupportedModelError, WeightsError
 from kitfox.weights.hub import resolve_model
 from kitfox.weights.model_config import read_generation_defaults, read_model_config
+from tests.weights.gguf_files import write_gguf
 
 SHAPE = {
     "vocab_size": 100,
@@ -157,10 +157,24 @@ def test_unsupported_architecture_is_named_with_those_supported(tmp_path: Path) 
 
 
 def test_missing_key_and_missing_file_are_named(tmp_path: Path) -> None:
-    with pytest.raises(WeightsError, match="config.json"):
+    with pytest.raises(WeightsError, match=r"config\.json"):
         read_model_config(tmp_path)
     with pytest.raises(WeightsError, match="'hidden_size'"):
         read(tmp_path, "LlamaForCausalLM", hidden_size=None)
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"quantization_config": {"quant_method": "gptq"}},
+        {"use_bidirectional_attention": True},
+        {"partial_rotary_factor": 0.5},
+        {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}},
+    ],
+)
+def test_switches_that_change_the_arithmetic_are_refused(tmp_path: Path, keys: dict[str, Any]) -> None:
+    with pytest.raises(UnsupportedModelError, match=next(iter(keys)) + "|partial_rotary_factor"):
+        read(tmp_path, "LlamaForCausalLM", **keys)
 
 
 def test_unknown_rope_scaling_is_refused(tmp_path: Path) -> None:

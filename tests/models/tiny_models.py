@@ -1,0 +1,170 @@
+"""Tiny random checkpoints of every family, written by `transformers`, and a run of ours over a paged cache."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+
+from kitfox.attention import ForwardBatch, make_attention_backend
+from kitfox.models import Model, make_model
+from kitfox.weights.loader import iter_weights
+from kitfox.weights.model_config import read_model_config
+
+BLOCK_SIZE = 4
+CPU = torch.device("cpu")
+SHAPE: dict[str, Any] = {
+    "vocab_size": 101,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 1000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+LINEAR = {"rope_type": "linear", "rope_theta": 1000.0, "factor": 4.0}
+GEMMA_ROPE = {
+    "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+    "full_attention": {"rope_type": "linear", "rope_theta": 5000.0, "factor": 2.0},
+}
+
+
+def llama(**keys: Any) -> transformers.PretrainedConfig:
+    return transformers.LlamaConfig(**{**SHAPE, **keys})
+
+
+def mistral(**keys: Any) -> transformers.PretrainedConfig:
+    return transformers.MistralConfig(**{**SHAPE, "head_dim": 16, "sliding_window": 6, **keys})
+
+
+def qwen2(**keys: Any) -> transformers.PretrainedConfig:
+    return transformers.Qwen2Config(**{**SHAPE, **keys})
+
+
+def qwen3(**keys: Any) -> transformers.PretrainedConfig:
+    return transformers.Qwen3Config(**{**SHAPE, "head_dim": 16, **keys})
+
+
+def gemma3(**keys: Any) -> transformers.PretrainedConfig:
+    own = {
+        "head_dim": 16,
+        "sliding_window": 6,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        "query_pre_attn_scalar": 24,
+        "rope_parameters": GEMMA_ROPE,
+    }
+    return transformers.Gemma3TextConfig(**{**SHAPE, **own, **keys})
+
+
+FAMILIES: dict[str, Callable[[], transformers.PretrainedConfig]] = {
+    "llama": lambda: llama(),
+    "llama-tied": lambda: llama(tie_word_embeddings=True),
+    "llama-biases": lambda: llama(attention_bias=True, mlp_bias=True),
+    "llama-llama3-rope": lambda: llama(rope_parameters=LLAMA3),
+    "llama-linear-rope": lambda: llama(rope_parameters=LINEAR),
+    "mistral-sliding": lambda: mistral(),
+    "mistral-global": lambda: mistral(sliding_window=None),
+    "qwen2": lambda: qwen2(),
+    "qwen2-upper-layers-slide": lambda: qwen2(use_sliding_window=True, sliding_window=6, max_window_layers=1),
+    "qwen3": lambda: qwen3(),
+    "gemma3": lambda: gemma3(),
+    "gemma3-logit-softcap": lambda: gemma3(final_logit_softcapping=3.0),
+}
+
+
+def save_checkpoint(config: transformers.PretrainedConfig, path: Path) -> transformers.PreTrainedModel:
+    """Write a model whose every parameter is random, norms and biases too, so that a forgotten one shows."""
+    config._attn_implementation = "eager"
+    theirs = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    generator = torch.Generator().manual_seed(7)
+    with torch.no_grad():
+        for parameter in theirs.parameters():
+            spread = 0.3 if parameter.dim() == 1 else parameter.shape[-1] ** -0.5
+            centre = parameter.mean() if parameter.dim() == 1 else 0.0
+            parameter.copy_(centre + spread * torch.randn(parameter.shape, generator=generator))
+    theirs.save_pretrained(path)
+    return theirs
+
+
+def load_ours(path: Path, dtype: torch.dtype = torch.float32) -> Model:
+    config = read_model_config(path)
+    model = make_model(config, dtype, CPU)
+    model.load_weights(iter_weights(path, config))
+    return model
+
+
+@torch.inference_mode()
+def their_logits(theirs: transformers.PreTrainedModel, prompt: Tensor) -> Tensor:
+    return theirs(prompt[None]).logits[0]
+
+
+@dataclass
+class PagedRun:
+    """Requests that share one cache, in blocks whose ids are in random order; unwritten slots are not numbers."""
+
+    model: Model
+    prompts: list[Tensor]
+
+    def __post_init__(self) -> None:
+        config, length = self.model.config, max(len(prompt) for prompt in self.prompts)
+        per_request = -(-length // BLOCK_SIZE)
+        num_blocks = len(self.prompts) * per_request + 2
+        shape = (num_blocks, 2, BLOCK_SIZE, config.num_kv_heads, config.head_dim)
+        dtype = next(self.model.parameters()).dtype
+        self.kv_caches = [torch.full(shape, torch.nan, dtype=dtype) for _ in range(config.num_layers)]
+        shuffled = torch.randperm(num_blocks, generator=torch.Generator().manual_seed(3))
+        self.block_table = shuffled[: len(self.prompts) * per_request].view(len(self.prompts), -1).int()
+        self.attention = make_attention_backend(CPU)
+        self.num_computed = [0] * len(self.prompts)
+
+    @torch.inference_mode()
+    def step(self, chunks: dict[int, int]) -> dict[int, Tensor]:
+        """Compute the next chunks[i] tokens of request i; returns their logits [n, V]."""
+        ids, positions, slots, ends = [], [], [], []
+        for request, count in chunks.items():
+            position = torch.arange(self.num_computed[request], self.num_computed[request] + count)
+            ids.append(self.prompts[request][position])
+            positions.append(position)
+            blocks = self.block_table[request].long()[position // BLOCK_SIZE]
+            slots.append(blocks * BLOCK_SIZE + position % BLOCK_SIZE)
+            self.num_computed[request] += count
+            ends.append(self.num_computed[request])
+        counts = list(chunks.values())
+        batch = ForwardBatch(
+            token_ids=torch.cat(ids),
+            positions=torch.cat(positions),
+            slot_mapping=torch.cat(slots),
+            block_table=self.block_table[list(chunks)],
+            seq_lens=torch.tensor(ends, dtype=torch.int32),
+            query_start_loc=torch.tensor([0, *counts]).cumsum(0).int(),
+            kv_caches=self.kv_caches,
+            attention=self.attention,
+        )
+        self.attention.plan(batch)
+        logits = self.model.compute_logits(self.model.forward(batch))
+        return dict(zip(chunks, logits.split(counts), strict=True))
+
+    def run(self, steps: Iterable[dict[int, int]]) -> list[Tensor]:
+        """All steps, then the logits of each request's prompt [length, V]."""
+        collected: dict[int, list[Tensor]] = {request: [] for request in range(len(self.prompts))}
+        for chunks in steps:
+            for request, logits in self.step(chunks).items():
+                collected[request].append(logits)
+        return [torch.cat(parts) for parts in collected.values()]
+
+
+def random_prompt(length: int, seed: int = 0) -> Tensor:
+    return torch.randint(0, SHAPE["vocab_size"], (length,), generator=torch.Generator().manual_seed(seed))

@@ -1,0 +1,114 @@
+"""What the documents name exists: functions, files, links, commands and trace events."""
+
+from __future__ import annotations
+
+import ast
+import re
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+DOCS = sorted((ROOT / "docs").glob("*.md"))
+PAGES = [ROOT / "README.md", *DOCS]
+REQUEST_PATH = ROOT / "docs" / "request-path.md"
+
+# `engine/core.py:EngineCore.step`, `kitfox/plan.py:make_plan`, `tests/test_docs.py`
+CODE_PLACE = re.compile(r"`(?P<file>[\w./-]+\.py)(?::(?P<name>[A-Za-z_][\w.]*))?`")
+LINK = re.compile(r"\]\((?P<target>[^)#\s]+)(?:#[^)]*)?\)")
+EVENT = re.compile(r"\bevent `(?P<name>\w+)`")
+
+page_of_each = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+
+
+def source_of(file: str) -> Path | None:
+    """A file named from the repository's root, or as inside the package."""
+    candidates = [ROOT / file, ROOT / "kitfox" / file]
+    return next((path for path in candidates if path.is_file()), None)
+
+
+@cache
+def names_in(path: Path) -> frozenset[str]:
+    """Every class, function and method of a module and its module-level and class-level names, dotted."""
+    names: set[str] = set()
+
+    def visit(body: list[ast.stmt], prefix: str) -> None:
+        for node in body:
+            if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+                names.add(prefix + node.name)
+                if isinstance(node, ast.ClassDef):
+                    visit(node.body, f"{prefix}{node.name}.")
+            elif isinstance(node, ast.Assign):
+                names.update(prefix + target.id for target in node.targets if isinstance(target, ast.Name))
+            elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+                names.add(prefix + node.target.id)
+
+    visit(ast.parse(path.read_text(encoding="utf-8")).body, "")
+    return frozenset(names)
+
+
+def emitted_events() -> set[str]:
+    """The names that any `tracer.emit("name", ...)` in the package records."""
+    events = set()
+    for path in (ROOT / "kitfox").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            is_emit = isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "emit"
+            if is_emit and node.args and isinstance(node.args[0], ast.Constant):
+                events.add(node.args[0].value)
+    return events
+
+
+@page_of_each
+def test_every_named_place_in_the_code_exists(page: Path) -> None:
+    missing = []
+    for match in CODE_PLACE.finditer(page.read_text(encoding="utf-8")):
+        path = source_of(match["file"])
+        if path is None or (match["name"] and match["name"] not in names_in(path)):
+            missing.append(match[0])
+    assert missing == []
+
+
+@page_of_each
+def test_every_relative_link_leads_somewhere(page: Path) -> None:
+    targets = [match["target"] for match in LINK.finditer(page.read_text(encoding="utf-8"))]
+    missing = [t for t in targets if "://" not in t and not (page.parent / t).exists()]
+    assert missing == []
+
+
+def test_every_step_of_the_request_path_names_its_place() -> None:
+    steps = re.split(r"(?m)^\d+\. ", REQUEST_PATH.read_text(encoding="utf-8"))[1:]
+    assert len(steps) >= 15
+    nameless = [step for step in steps if not any(match["name"] for match in CODE_PLACE.finditer(step))]
+    assert nameless == []
+
+
+def test_the_request_path_names_exactly_the_events_that_are_emitted() -> None:
+    named = {match["name"] for match in EVENT.finditer(REQUEST_PATH.read_text(encoding="utf-8"))}
+    assert named == emitted_events()
+
+
+def test_the_pages_name_every_supported_architecture() -> None:
+    from kitfox.weights.model_config import SUPPORTED_ARCHITECTURES
+
+    page = (ROOT / "docs" / "adding-a-model.md").read_text(encoding="utf-8")
+    assert [name for name in SUPPORTED_ARCHITECTURES if name not in page] == []
+
+
+def test_the_api_page_names_every_parameter() -> None:
+    import msgspec
+
+    from kitfox.server.openai import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+
+    page = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
+    kinds = (CompletionRequest, ChatRequest, TokenizeRequest, DetokenizeRequest)
+    names = {field.encode_name for kind in kinds for field in msgspec.structs.fields(kind)}
+    assert sorted(name for name in names if f"`{name}`" not in page) == []
+
+
+def test_the_api_page_names_every_route() -> None:
+    source = (ROOT / "kitfox" / "server" / "app.py").read_text(encoding="utf-8")
+    routes = re.findall(r'@app\.(get|post)\("([^"]+)"\)', source)
+    page = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
+    wanted = [f"`{method.upper()} {path.replace(':path', '')}`" for method, path in routes]
+    assert [route for route in wanted if route not in page] == []

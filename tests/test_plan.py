@@ -1,0 +1,202 @@
+"""The memory plan, with numbers worked out by hand."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from kitfox.config import CacheConfig, EngineConfig, ModelConfig, ModelOptions, SchedulerConfig
+from kitfox.errors import ConfigError
+from kitfox.plan import (
+    AUTOMATIC_KV_BYTES_ON_CPU,
+    MemoryPlan,
+    _cgroup_limits,
+    count_activation_bytes,
+    count_parameters,
+    machine_memory_bytes,
+    make_plan,
+    render,
+    resolve_dtypes,
+    resolve_max_model_len,
+)
+
+GIB = 1 << 30
+SMOLLM2 = ModelConfig("LlamaForCausalLM", 49152, 576, 1536, 30, 9, 3, 64, 8192, tie_word_embeddings=True)
+# KV of one token: 2 * 2 layers * 1 head * 4 * 4 bytes = 64 bytes; one block of 32: 2048 bytes.
+TINY = ModelConfig("LlamaForCausalLM", 100, 8, 16, 2, 2, 1, 4, 1024)
+# 2 * 100 * 8 embeddings + 2 * (8 * 16 + 8 * 8 attention + 3 * 8 * 16 MLP + 16 norms) + 8
+TINY_PARAMETERS = 1600 + 2 * (128 + 64 + 384 + 16) + 8
+
+
+def config(**sections: dict[str, object]) -> EngineConfig:
+    return EngineConfig().replace(device={"device": "cpu"}, **sections)
+
+
+def tiny_memory(num_blocks: int, settings: EngineConfig) -> int:
+    """Memory that leaves room for exactly so many blocks of TINY at a share of one half."""
+    return 2 * (TINY_PARAMETERS * 4 + count_activation_bytes(settings, TINY, 4) + num_blocks * 2048)
+
+
+def advice(error: ConfigError) -> list[str]:
+    match = re.search(r"This would fit: (--[a-z-]+) (\S+)$", error.message)
+    assert match is not None, error.message
+    return [match[1], match[2]]
+
+
+class TestParameters:
+    def test_smollm2_has_134515008(self) -> None:
+        assert count_parameters(SMOLLM2) == 134_515_008
+
+    def test_biases_and_untied_embeddings(self) -> None:
+        assert count_parameters(TINY) == TINY_PARAMETERS
+        qwen2 = ModelConfig("Qwen2ForCausalLM", 100, 8, 16, 2, 2, 1, 4, 1024, attention_bias=True)
+        assert count_parameters(qwen2) == TINY_PARAMETERS + 2 * (8 + 4 + 4)
+
+    def test_query_and_key_norms(self) -> None:
+        qwen3 = ModelConfig("Qwen3ForCausalLM", 100, 8, 16, 2, 2, 1, 4, 1024)
+        assert count_parameters(qwen3) == TINY_PARAMETERS + 2 * 2 * 4
+        gemma3 = ModelConfig("Gemma3ForCausalLM", 100, 8, 16, 2, 2, 1, 4, 1024)
+        assert count_parameters(gemma3) == TINY_PARAMETERS + 2 * (2 * 4 + 2 * 8)
+
+
+def test_activations_are_the_widest_layer_and_the_logits() -> None:
+    settings = config(scheduler={"max_num_batched_tokens": 10, "max_num_seqs": 4})
+    # 10 tokens * (3 * 8 + max(2 * 3 * 4, 3 * 16)) * 4 bytes + 2 * 4 rows * 100 * 4 bytes
+    assert count_activation_bytes(settings, TINY, 4) == 10 * 72 * 4 + 3200
+
+
+class TestPool:
+    def test_default_model_on_24_gib_is_modest(self) -> None:
+        plan = make_plan(config(), SMOLLM2, 24 * GIB)
+        assert plan.weights_bytes == 134_515_008 * 4
+        assert plan.kv_bytes_per_token == 2 * 30 * 3 * 64 * 4
+        assert plan.num_blocks == AUTOMATIC_KV_BYTES_ON_CPU // (32 * 46080) == 2912
+        assert plan.max_model_len == 8192
+        assert plan.num_full_context_requests == 11
+        assert "--kv-cache-memory-bytes" in plan.kv_limit
+
+    def test_share_of_memory_decides(self) -> None:
+        plan = make_plan(config(), TINY, tiny_memory(40, config()))
+        assert plan.num_blocks == 40
+        assert plan.total_bytes == plan.budget_bytes
+        assert plan.num_full_context_requests == 1
+
+    def test_never_more_than_the_requests_can_use(self) -> None:
+        settings = config(scheduler={"max_num_seqs": 3}, model={"max_model_len": 100})
+        plan = make_plan(settings, TINY, GIB)
+        assert plan.num_blocks == 3 * 4  # 100 tokens are 4 blocks of 32
+        assert plan.num_full_context_requests == 3
+
+    def test_exact_blocks_win_over_bytes_and_share(self) -> None:
+        exact = config(cache={"num_blocks": 77, "memory_bytes": 1 << 20, "memory_fraction": 0.1})
+        assert make_plan(exact, TINY, GIB).num_blocks == 77
+        exact = config(cache={"memory_bytes": 2048 * 50 + 2047, "memory_fraction": 0.1})
+        assert make_plan(exact, TINY, GIB).num_blocks == 50
+
+    def test_one_request_longer_than_the_automatic_limit_still_fits(self) -> None:
+        long = ModelConfig("LlamaForCausalLM", 49152, 576, 1536, 30, 9, 3, 64, 131072, tie_word_embeddings=True)
+        plan = make_plan(config(), long, 24 * GIB)
+        assert plan.num_blocks == 131072 // 32
+        assert plan.num_full_context_requests == 1
+
+    def test_longest_that_fits(self) -> None:
+        settings = config(model={"max_model_len": -1})
+        plan = make_plan(settings, TINY, tiny_memory(10, settings))
+        assert (plan.num_blocks, plan.max_model_len) == (10, 320)
+        assert make_plan(settings, TINY, GIB).max_model_len == 1024
+
+    def test_kv_dtype_of_its_own(self) -> None:
+        assert make_plan(config(cache={"dtype": "bfloat16"}), TINY, GIB).kv_bytes_per_token == 32
+
+
+class TestDoesNotFit:
+    def refused(self, settings: EngineConfig, model: ModelConfig, memory: int) -> list[str]:
+        with pytest.raises(ConfigError) as caught:
+            make_plan(settings, model, memory)
+        return advice(caught.value)
+
+    def test_shorter_context(self) -> None:
+        memory = tiny_memory(20, config())
+        assert self.refused(config(), TINY, memory) == ["--max-model-len", "640"]
+        assert make_plan(config(model={"max_model_len": 640}), TINY, memory).num_blocks == 20
+
+    def test_larger_share(self) -> None:
+        memory = tiny_memory(2, config())
+        flag, value = self.refused(config(), TINY, memory)
+        assert flag == "--gpu-memory-utilization"
+        assert make_plan(config(cache={"memory_fraction": float(value)}), TINY, memory).num_blocks >= 32
+
+    def test_smaller_dtype(self) -> None:
+        assert self.refused(config(), SMOLLM2, GIB) == ["--dtype", "bfloat16"]
+        assert make_plan(config(model={"dtype": "bfloat16"}), SMOLLM2, GIB).num_full_context_requests == 1
+
+    def test_too_few_blocks_given(self) -> None:
+        assert self.refused(config(cache={"num_blocks": 5}), TINY, GIB) == ["--max-model-len", "160"]
+
+    def test_too_few_bytes_given(self) -> None:
+        assert self.refused(config(cache={"memory_bytes": 100}), TINY, GIB) == ["--kv-cache-memory-bytes", "65536"]
+
+    def test_more_given_than_the_machine_has(self) -> None:
+        flag, value = self.refused(config(cache={"memory_bytes": 2 * GIB}), TINY, GIB)
+        assert flag == "--kv-cache-memory-bytes"
+        assert make_plan(config(cache={"memory_bytes": int(value)}), TINY, GIB).total_bytes <= GIB
+
+    def test_nothing_helps(self) -> None:
+        with pytest.raises(ConfigError, match="No single setting"):
+            make_plan(config(), SMOLLM2, 64 << 20)
+
+    def test_more_positions_than_the_checkpoint_has(self) -> None:
+        with pytest.raises(ConfigError, match=r"max_model_len must be <= 1024.*Given: 2048"):
+            make_plan(config(model={"max_model_len": 2048}), TINY, GIB)
+
+    def test_unsplit_prompts_need_the_budget(self) -> None:
+        whole = config(scheduler={"enable_chunked_prefill": False, "max_num_batched_tokens": 512})
+        assert self.refused(whole, TINY, GIB) == ["--max-model-len", "512"]
+
+
+def test_dtypes() -> None:
+    half = ModelConfig("LlamaForCausalLM", 100, 8, 16, 2, 2, 1, 4, 1024, dtype="bfloat16")
+    odd = ModelConfig("LlamaForCausalLM", 100, 8, 16, 2, 2, 1, 4, 1024, dtype="float8_e4m3fn")
+    assert resolve_dtypes(config(), TINY, "cpu") == ("float32", "float32")
+    assert resolve_dtypes(config(), half, "cpu") == ("bfloat16", "bfloat16")
+    assert resolve_dtypes(config(), odd, "cpu") == ("float32", "float32")
+    assert resolve_dtypes(config(), odd, "cuda") == ("bfloat16", "bfloat16")
+    assert resolve_dtypes(config(model={"dtype": "float16"}), half, "cpu") == ("float16", "float16")
+    assert resolve_dtypes(config(cache={"dtype": "float32"}), half, "cpu") == ("bfloat16", "float32")
+
+
+def test_resolved_context() -> None:
+    assert resolve_max_model_len(EngineConfig(), TINY) == 1024
+    assert resolve_max_model_len(EngineConfig(model=ModelOptions(max_model_len=-1)), TINY) == 1024
+    assert resolve_max_model_len(EngineConfig(model=ModelOptions(max_model_len=7)), TINY) == 7
+
+
+def test_container_limit_counts(tmp_path: Path) -> None:
+    memberships = tmp_path / "cgroup"
+    memberships.write_text("0::/pod/container\n")
+    root = tmp_path / "fs"
+    (root / "pod" / "container").mkdir(parents=True)
+    (root / "pod" / "container" / "memory.max").write_text("max\n")
+    (root / "pod" / "memory.max").write_text("3000\n")
+    assert list(_cgroup_limits(memberships, root)) == [3000]
+    memberships.write_text("5:cpu:/x\n4:memory:/docker/1\n")
+    (root / "memory").mkdir()
+    (root / "memory" / "memory.limit_in_bytes").write_text("5000\n")  # a container sees its own limit at the root
+    assert list(_cgroup_limits(memberships, root)) == [5000]
+    assert list(_cgroup_limits(tmp_path / "absent", root)) == []
+    assert machine_memory_bytes() > 1 << 20
+
+
+def test_render_says_the_numbers() -> None:
+    settings = EngineConfig(
+        ModelOptions("tiny", max_model_len=64), CacheConfig(num_blocks=10), SchedulerConfig(max_num_seqs=4)
+    )
+    plan = make_plan(settings.replace(device={"device": "cpu"}), TINY, GIB)
+    assert isinstance(plan, MemoryPlan)
+    text = render(plan)
+    assert text.startswith("memory plan of tiny\n")
+    assert "10 blocks of 32 = 320 tokens in float32, 64 B a token" in text
+    assert "requests of 64 tokens at once (at most 4 run)" in text
+    assert "KV cache size decided by the number of blocks given" in text
