@@ -17,7 +17,7 @@ REQUEST_PATH = ROOT / "docs" / "request-path.md"
 # `engine/core.py:EngineCore.step`, `kitfox/plan.py:make_plan`, `tests/test_docs.py`
 CODE_PLACE = re.compile(r"`(?P<file>[\w./-]+\.py)(?::(?P<name>[A-Za-z_][\w.]*))?`")
 LINK = re.compile(r"\]\((?P<target>[^)#\s]+)(?:#[^)]*)?\)")
-EVENT = re.compile(r"\bevent `(?P<name>\w+)`")
+EVENT = re.compile(r"\bevent `(?P<name>\w+)`", re.IGNORECASE)
 
 page_of_each = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 

@@ -65,7 +65,7 @@ class Executor:
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Zeros; on CPU in memory that the system maps only when a block is first written, so a large pool costs nothing."""
+    """Zeros; on CPU in memory that the system maps only when a block is first written, so a large pool is free."""
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
     num_bytes = math.prod(shape) * dtype.itemsize

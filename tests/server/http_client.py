@@ -6,9 +6,9 @@ import asyncio
 from typing import Any
 
 import httpx
-from fake_llm import FakeAsyncLLM
 
 from kitfox.server.app import make_app
+from tests.server.fake_llm import FakeAsyncLLM
 
 
 def send(llm: FakeAsyncLLM, method: str, path: str, body: Any = None, **kwargs: Any) -> httpx.Response:

@@ -11,11 +11,11 @@ from typing import Any
 import httpx
 import pytest
 import uvicorn
-from fake_llm import MAX_MODEL_LEN, MODEL, REPLY, FakeAsyncLLM
-from fault_table import CHAT, COMPLETIONS
-from http_client import send, send_all
 
 from kitfox.server.app import _DrainingServer, make_app
+from tests.server.fake_llm import MAX_MODEL_LEN, MODEL, REPLY, FakeAsyncLLM
+from tests.server.fault_table import CHAT, COMPLETIONS
+from tests.server.http_client import send, send_all
 
 
 def test_models() -> None:

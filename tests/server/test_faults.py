@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 
 import httpx
-from fake_llm import REPLY, FakeAsyncLLM
-from fault_table import CHAT, COMPLETIONS, FAULTS, check_fault
 
 from kitfox.server.app import make_app
+from tests.server.fake_llm import REPLY, FakeAsyncLLM
+from tests.server.fault_table import CHAT, COMPLETIONS, FAULTS, check_fault
 
 
 def test_faults_are_answered_and_hurt_nobody() -> None:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import httpx
 import pytest
-from fake_llm import MODEL, REPLY, FakeAsyncLLM
-from fault_table import COMPLETIONS
-from http_client import send_all
 from prometheus_client.parser import text_string_to_metric_families
 
 from kitfox.outputs import EngineStats
 from kitfox.server.metrics import Histogram, token_buckets
+from tests.server.fake_llm import MODEL, REPLY, FakeAsyncLLM
+from tests.server.fault_table import COMPLETIONS
+from tests.server.http_client import send_all
 
 REPLY_TOKENS = len(REPLY.encode()) + 1
 

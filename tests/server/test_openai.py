@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from fake_llm import EOS, MODEL, REPLY, FakeAsyncLLM
-from fault_table import CHAT, COMPLETIONS, stream_chunks
-from http_client import send, send_all
 
 from kitfox.errors import QueueFullError
+from tests.server.fake_llm import EOS, MODEL, REPLY, FakeAsyncLLM
+from tests.server.fault_table import CHAT, COMPLETIONS, stream_chunks
+from tests.server.http_client import send, send_all
 
 USER = [{"role": "user", "content": "Hi"}]
 
