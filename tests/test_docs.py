@@ -9,6 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from kitfox.config import CacheConfig
+from kitfox.kv_cache.manager import make_kv_cache_manager
+from kitfox.request import EngineRequest, Request, SamplingParams
+from kitfox.step import BlockCopy
+
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = sorted((ROOT / "docs").glob("*.md"))
 PAGES = [ROOT / "README.md", *DOCS]
@@ -17,7 +22,7 @@ REQUEST_PATH = ROOT / "docs" / "request-path.md"
 # `engine/core.py:EngineCore.step`, `kitfox/plan.py:make_plan`, `tests/test_docs.py`
 CODE_PLACE = re.compile(r"`(?P<file>[\w./-]+\.py)(?::(?P<name>[A-Za-z_][\w.]*))?`")
 LINK = re.compile(r"\]\((?P<target>[^)#\s]+)(?:#[^)]*)?\)")
-EVENT = re.compile(r"\bevent `(?P<name>\w+)`", re.IGNORECASE)
+EVENT = re.compile(r"\bevent\s+`(?P<name>\w+)`", re.IGNORECASE)
 
 page_of_each = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 
@@ -112,3 +117,34 @@ def test_the_api_page_names_every_route() -> None:
     page = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
     wanted = [f"`{method.upper()} {path.replace(':path', '')}`" for method, path in routes]
     assert [route for route in wanted if route not in page] == []
+
+
+@pytest.mark.parametrize(("organisation", "column"), [("paged", 1), ("radix", 2)])
+def test_the_worked_example_of_the_caches_page_is_true(organisation: str, column: int) -> None:
+    rows = re.findall(
+        r"(?m)^\| [ABC] \| (\d+) of (\d+) \| (\d+) of (\d+) \|$", (ROOT / "docs" / "caches.md").read_text("utf-8")
+    )
+    claimed = [(int(row[2 * column - 2]), int(row[2 * column - 1])) for row in rows]
+    kv_cache = make_kv_cache_manager(CacheConfig(organisation=organisation, block_size=4), num_blocks=16)
+    system, found = list(range(100, 110)), []
+    for name, prompt, answer in (
+        ("A", [*system, 1, 2, 3], [50, 51, 52]),
+        ("B", [*system, 7, 8], [60]),
+        ("C", [*system, 1, 2, 3, 50, 51, 52, 9], []),
+    ):
+        params = SamplingParams(max_tokens=8)
+        request = Request(EngineRequest(request_id=name, prompt_token_ids=prompt, sampling=params))
+        match = kv_cache.match_prefix(request)
+        found.append((match.num_tokens, request.num_tokens))
+        allocation = kv_cache.allocate_slots(request, request.num_tokens - match.num_tokens, prefix=match)
+        assert allocation is not None
+        if (organisation, name) == ("radix", "B"):
+            assert allocation.block_copies == [BlockCopy(src=2, dst=4, num_tokens=2)]
+        request.num_computed_tokens = request.num_tokens
+        kv_cache.cache_computed(request)
+        request.all_token_ids += answer
+        for _ in answer[1:]:  # the KV of an answer's last token is never computed
+            assert kv_cache.allocate_slots(request, 1) is not None
+            request.num_computed_tokens += 1
+        kv_cache.free(request)
+    assert claimed == found
