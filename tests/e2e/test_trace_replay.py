@@ -54,7 +54,7 @@ def prompts() -> list[tuple[list[int], int]]:
     """Token ids and output length of each row, in order of arrival."""
     trace = expander()
     rows = list(trace.rows(TRACE))[:NUM_ROWS]
-    return [(trace.token_ids(row, block=BLOCK_SIZE, vocab=32000), min(row["output_length"], 6)) for row in rows]
+    return [(trace.token_ids(row, block=BLOCK_SIZE, vocab=32000), min(row["output_length"], 2)) for row in rows]
 
 
 @pytest.fixture(scope="module")
