@@ -190,6 +190,14 @@ def served_model_names(llm: AsyncLLM) -> tuple[str, ...]:
     return options.served_model_names or (options.model,)
 
 
+def required_model(llm: AsyncLLM, name: str | None) -> str:
+    """The name to answer with. As in the OpenAI API, a request that generates must say which model it means."""
+    if name is None:
+        served = ", ".join(served_model_names(llm))
+        raise RequestError(f"model is required and must name a served model: {served}", param="model")
+    return check_model(llm, name)
+
+
 def check_model(llm: AsyncLLM, name: str | None) -> str:
     """The name to answer with: the one asked for, or the first served one."""
     names = served_model_names(llm)
@@ -802,7 +810,7 @@ class OpenAIService:
         Raises:
             KitfoxError: nothing was started.
         """
-        model = check_model(self._llm, fields.model)
+        model = required_model(self._llm, fields.model)
         if fields.best_of is not None and fields.best_of != fields.n:
             raise UnsupportedParameterError("best_of", f"is supported only when equal to n ({fields.n})")
         prompt_logprobs = fields.prompt_logprobs
@@ -827,7 +835,7 @@ class OpenAIService:
         Raises:
             KitfoxError: nothing was started.
         """
-        model = check_model(self._llm, fields.model)
+        model = required_model(self._llm, fields.model)
         if fields.echo or fields.add_special_tokens:
             raise UnsupportedParameterError(
                 "echo" if fields.echo else "add_special_tokens", "is not supported in chats"

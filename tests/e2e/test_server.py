@@ -187,7 +187,7 @@ def test_faults_are_answered_and_hurt_nobody(server: Server):
     expected = server.http.post("/v1/completions", json=probe).json()["choices"][0]["text"]
     for fault in FAULTS:
         headers = {"Content-Type": "application/json"}
-        answer = server.http.post(fault.path, content=fault.content(), headers=headers)
+        answer = server.http.post(fault.path, content=fault.content(MODEL), headers=headers)
         check_fault(fault, answer.status_code, answer.text)
         after = server.http.post("/v1/completions", json=probe)
         assert after.status_code == 200, fault.name

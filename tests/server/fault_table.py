@@ -36,8 +36,9 @@ class Fault:
     param: str | None = None
     invariant: str = "error"
 
-    def content(self) -> bytes:
-        return self.raw if self.raw is not None else json.dumps(self.body).encode()
+    def content(self, model: str) -> bytes:
+        """The bytes to send; model is the served name, which a body that names none gets."""
+        return self.raw if self.raw is not None else json.dumps({"model": model} | (self.body or {})).encode()
 
 
 def _bad(name: str, row: str, param: str | None = None, **fields: Any) -> Fault:
@@ -189,6 +190,8 @@ def _stream_rows() -> Iterator[Fault]:
         yield _good_chat(f"chat stream_options {options}", "G88/G89", "stream", stream=True, stream_options=options)
     yield _good("stop strings", "A13", stop=["k=1 was", "1"])
     yield _good("stop strings, streamed", "A10", "stream", stop=["fox", "\nUser:"], stream=True)
+    for path, body in ((COMPLETIONS, {"prompt": "Hi"}), (CHAT, {"messages": [{"role": "user", "content": "Hi"}]})):
+        yield Fault("no model", "C", path, {"model": None} | body, param="model")
     yield Fault("unknown model", "C", COMPLETIONS, {"model": "no-such", "prompt": "Hi"}, None, (404,), "model")
 
 

@@ -89,7 +89,7 @@ def test_large_body_and_wrong_content_type() -> None:
                 for _ in range(3):
                     yield b" " * 50
 
-            fits = json.dumps({"prompt": "Hi"}).encode()
+            fits = json.dumps({"model": MODEL, "prompt": "Hi"}).encode()
             large = json.dumps({"prompt": "x" * 100}).encode()
             return [
                 await client.post(COMPLETIONS, content=fits),
@@ -132,7 +132,7 @@ def test_the_same_request_id_twice_at_once() -> None:
     async def run() -> list[httpx.Response]:
         transport = httpx.ASGITransport(app=make_app(llm))
         async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
-            body = {"prompt": ["Hi", "Ho"], "max_tokens": 100}
+            body = {"model": MODEL, "prompt": ["Hi", "Ho"], "max_tokens": 100}
             post = [client.post(COMPLETIONS, json=body, headers={"x-request-id": "same"}) for _ in range(3)]
             return list(await asyncio.gather(*post))
 
@@ -186,7 +186,7 @@ def test_a_client_that_leaves_aborts_its_requests(path: str, stream: bool, num_p
         llm.hold = asyncio.Event()
         app = make_app(llm)
         prompts = {"prompt": ["Hi"] * num_prompts, "messages": [{"role": "user", "content": "Hi"}]}
-        body = {"stream": stream} | {
+        body = {"model": MODEL, "stream": stream} | {
             name: prompts[name] for name in ("prompt", "messages") if (path == CHAT) == (name == "messages")
         }
         client = RawClient(app, path, body)
@@ -235,7 +235,7 @@ def test_a_signal_lets_running_requests_finish_and_refuses_new_ones() -> None:
         llm = FakeAsyncLLM()
         llm.hold = asyncio.Event()
         async with RunningServer(llm, drain_s=20) as running:
-            body = {"prompt": "Hi", "max_tokens": 100}
+            body = {"model": MODEL, "prompt": "Hi", "max_tokens": 100}
             first = asyncio.ensure_future(running.client.post(COMPLETIONS, json=body))
             await until(lambda: bool(llm.in_flight))
             running.server.handle_exit(signal.SIGTERM, None)
@@ -256,7 +256,7 @@ def test_a_second_signal_forces() -> None:
         llm = FakeAsyncLLM()
         llm.hold = asyncio.Event()
         async with RunningServer(llm, drain_s=1000) as running:
-            body = {"prompt": "Hi", "stream": True}
+            body = {"model": MODEL, "prompt": "Hi", "stream": True}
             first = asyncio.ensure_future(running.client.post(COMPLETIONS, json=body))
             await until(lambda: bool(llm.in_flight))
             running.server.handle_exit(signal.SIGINT, None)

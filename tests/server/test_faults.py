@@ -7,7 +7,7 @@ import asyncio
 import httpx
 
 from kitfox.server.app import make_app
-from tests.server.fake_llm import REPLY, FakeAsyncLLM
+from tests.server.fake_llm import MODEL, REPLY, FakeAsyncLLM
 from tests.server.fault_table import CHAT, COMPLETIONS, FAULTS, check_fault
 
 
@@ -20,12 +20,12 @@ def test_faults_are_answered_and_hurt_nobody() -> None:
         async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
             for fault in FAULTS:
                 headers = {"content-type": "application/json"}
-                response = await client.post(fault.path, content=fault.content(), headers=headers)
+                response = await client.post(fault.path, content=fault.content(MODEL), headers=headers)
                 try:
                     check_fault(fault, response.status_code, response.text)
                 except AssertionError as error:
                     failures.append(f"{fault.row} {fault.name}: {str(error)[:300]}")
-                good = await client.post(COMPLETIONS, json={"prompt": "Hello", "max_tokens": 100})
+                good = await client.post(COMPLETIONS, json={"model": MODEL, "prompt": "Hello", "max_tokens": 100})
                 assert good.json()["choices"][0]["text"] == REPLY, fault.name
 
     asyncio.run(run())
@@ -34,5 +34,5 @@ def test_faults_are_answered_and_hurt_nobody() -> None:
 
 
 def test_the_table_is_unambiguous() -> None:
-    assert len({fault.content() for fault in FAULTS}) > 200
+    assert len({fault.content(MODEL) for fault in FAULTS}) > 200
     assert {fault.path for fault in FAULTS} == {COMPLETIONS, CHAT, "/tokenize"}
