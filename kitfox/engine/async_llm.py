@@ -52,14 +52,13 @@ class AsyncLLM:
         template = config.model.chat_template
         tokenizer_path = Path(config.model.tokenizer) if config.model.tokenizer else path
         self.tokenizer = load_tokenizer(tokenizer_path, template)
-        eos_token_ids = tuple(sorted({*model_config.eos_token_ids, *self.tokenizer.eos_token_ids}))
         self._input_processor = InputProcessor(
-            EngineLimits(
-                vocab_size=model_config.vocab_size,
+            EngineLimits.of(
+                config,
+                model_config,
                 max_model_len=max_model_len,
-                capacity_tokens=num_blocks * config.cache.block_size,
-                max_logprobs=config.max_logprobs,
-                eos_token_ids=eos_token_ids,
+                num_blocks=num_blocks,
+                eos_token_ids=self.tokenizer.eos_token_ids,
             )
         )
         self._output_processor = OutputProcessor(self.tokenizer)

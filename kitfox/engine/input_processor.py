@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import msgspec
 
+from kitfox.config import EngineConfig, ModelConfig
 from kitfox.errors import ContextLengthError, InvalidParameterError
 from kitfox.request import MAX_SEED, EngineRequest, SamplingParams
 
@@ -28,6 +29,25 @@ class EngineLimits:
     capacity_tokens: int
     max_logprobs: int
     eos_token_ids: tuple[int, ...]
+
+    @classmethod
+    def of(
+        cls,
+        config: EngineConfig,
+        model_config: ModelConfig,
+        *,
+        max_model_len: int,
+        num_blocks: int,
+        eos_token_ids: tuple[int, ...],
+    ) -> EngineLimits:
+        """The limits of an engine; eos_token_ids are the tokenizer's, to which the checkpoint's are added."""
+        return cls(
+            vocab_size=model_config.vocab_size,
+            max_model_len=max_model_len,
+            capacity_tokens=num_blocks * config.cache.block_size,
+            max_logprobs=config.max_logprobs,
+            eos_token_ids=tuple(sorted({*model_config.eos_token_ids, *eos_token_ids})),
+        )
 
 
 class InputProcessor:

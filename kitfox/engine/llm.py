@@ -47,12 +47,12 @@ class LLM:
         core = load_core(self.config, self.model_config, path, plan.num_blocks, lambda name, seconds: None)
         self._client = InProcessClient(core)
         self._input_processor = InputProcessor(
-            EngineLimits(
-                vocab_size=self.model_config.vocab_size,
+            EngineLimits.of(
+                self.config,
+                self.model_config,
                 max_model_len=self.max_model_len,
-                capacity_tokens=plan.num_blocks * self.config.cache.block_size,
-                max_logprobs=self.config.max_logprobs,
-                eos_token_ids=tuple(sorted({*self.model_config.eos_token_ids, *self.tokenizer.eos_token_ids})),
+                num_blocks=plan.num_blocks,
+                eos_token_ids=self.tokenizer.eos_token_ids,
             )
         )
         self._output_processor = OutputProcessor(self.tokenizer)
