@@ -152,6 +152,7 @@ parse_dtype = one_of(*DTYPES, half="float16", float="float32", bf16="bfloat16", 
 MODEL, SERVER, CACHE, SCHEDULING, DEVICE = "Model", "Server", "Cache and memory", "Scheduling", "Device"
 OBSERVING, PARALLEL, FEATURES, SPEED = "Observing", "Parallelism", "Features", "Speed"
 
+NOT_BUILT = "is not built yet"
 NO_PARALLEL = "several devices are not supported yet"
 NO_SPECULATION = "speculative decoding is not built yet"
 NO_STRUCTURED = "structured output is not built yet"
@@ -407,22 +408,22 @@ FLAGS: tuple[Flag, ...] = (
         size,
     ),
     Flag("bound of the queue in tokens", SCHEDULING, "--max-num-queued-tokens", unsupported="count requests instead"),
-    Flag("free blocks to keep", SCHEDULING, "--watermark", unsupported="is not built yet", harmless=("0", "0.0")),
+    Flag("free blocks to keep", SCHEDULING, "--watermark", unsupported=NOT_BUILT, harmless=("0", "0.0")),
     Flag(
         "reserve blocks for the whole prompt",
         SCHEDULING,
         "--scheduler-reserve-full-isl",
         switch=True,
-        unsupported="is not built yet",
+        unsupported=NOT_BUILT,
     ),
-    Flag("optimism about answers", SCHEDULING, "", "--schedule-conservativeness", unsupported="is not built yet"),
+    Flag("optimism about answers", SCHEDULING, "", "--schedule-conservativeness", unsupported=NOT_BUILT),
     Flag("whom to preempt", SCHEDULING, "", "--retraction-policy", unsupported="follows the scheduling policy"),
     Flag(
         "priority gap that preempts",
         SCHEDULING,
         "",
         "--priority-scheduling-preemption-threshold",
-        unsupported="is not built yet",
+        unsupported=NOT_BUILT,
     ),
     Flag("steps between prefills", SCHEDULING, "", "--prefill-decode-interval", unsupported="steps mix both"),
     Flag("delay prefills", SCHEDULING, "", "--enable-prefill-delayer", switch=True, unsupported="steps mix both"),
@@ -477,18 +478,11 @@ FLAGS: tuple[Flag, ...] = (
         "--enable-cache-report",
         switch=True,
     ),
-    Flag("timings in answers", OBSERVING, "--enable-per-request-metrics", switch=True, unsupported="is not built yet"),
-    Flag("no statistics", OBSERVING, "--disable-log-stats", switch=True, unsupported="is not built yet"),
-    Flag(
-        "log requests",
-        OBSERVING,
-        "--enable-log-requests",
-        "--log-requests",
-        switch=True,
-        unsupported="is not built yet",
-    ),
-    Flag("detail of logged requests", OBSERVING, "", "--log-requests-level", unsupported="is not built yet"),
-    Flag("steps between log lines", OBSERVING, "", "--decode-log-interval", unsupported="is not built yet"),
+    Flag("timings in answers", OBSERVING, "--enable-per-request-metrics", switch=True, unsupported=NOT_BUILT),
+    Flag("no statistics", OBSERVING, "--disable-log-stats", switch=True, unsupported=NOT_BUILT),
+    Flag("log requests", OBSERVING, "--enable-log-requests", "--log-requests", switch=True, unsupported=NOT_BUILT),
+    Flag("detail of logged requests", OBSERVING, "", "--log-requests-level", unsupported=NOT_BUILT),
+    Flag("steps between log lines", OBSERVING, "", "--decode-log-interval", unsupported=NOT_BUILT),
     Flag(
         "what logprobs are of",
         OBSERVING,
@@ -507,7 +501,7 @@ FLAGS: tuple[Flag, ...] = (
     Flag(
         "tracing", OBSERVING, "", "--enable-trace", switch=True, unsupported="tracing is always on: GET /v1/trace/{id}"
     ),
-    Flag("KV events", OBSERVING, "--kv-events-config", "--kv-events-config", unsupported="is not built yet"),
+    Flag("KV events", OBSERVING, "--kv-events-config", "--kv-events-config", unsupported=NOT_BUILT),
     # -- known, not built: model and server
     Flag("tokenizer kind", MODEL, "--tokenizer-mode", "--tokenizer-mode", unsupported="only auto", harmless=("auto",)),
     Flag("download folder", MODEL, "--download-dir", "--download-dir", unsupported="set KITFOX_CACHE instead"),
@@ -524,7 +518,7 @@ FLAGS: tuple[Flag, ...] = (
         MODEL,
         "--default-chat-template-kwargs",
         "--default-chat-template-kwargs",
-        unsupported="is not built yet",
+        unsupported=NOT_BUILT,
     ),
     Flag(
         "sampling defaults",
@@ -550,10 +544,10 @@ FLAGS: tuple[Flag, ...] = (
     Flag("TLS certificate", SERVER, "--ssl-certfile", "--ssl-certfile", unsupported=NO_KEYS),
     Flag("TLS authorities", SERVER, "--ssl-ca-certs", "--ssl-ca-certs", unsupported=NO_KEYS),
     Flag("TLS client certificates", SERVER, "--ssl-cert-reqs", unsupported=NO_KEYS, harmless=("0",)),
-    Flag("CORS", SERVER, "--allowed-origins", many=True, unsupported="is not built yet"),
-    Flag("path prefix", SERVER, "--root-path", unsupported="is not built yet"),
-    Flag("ASGI middleware", SERVER, "--middleware", unsupported="is not built yet"),
-    Flag("no warm-up", SERVER, "", "--skip-server-warmup", switch=True, unsupported="is not built yet"),
+    Flag("CORS", SERVER, "--allowed-origins", many=True, unsupported=NOT_BUILT),
+    Flag("path prefix", SERVER, "--root-path", unsupported=NOT_BUILT),
+    Flag("ASGI middleware", SERVER, "--middleware", unsupported=NOT_BUILT),
+    Flag("no warm-up", SERVER, "", "--skip-server-warmup", switch=True, unsupported=NOT_BUILT),
     Flag("watchdog", SERVER, "", "--watchdog-timeout", unsupported="/health reports a stalled engine after 60 s"),
     Flag("API processes", SERVER, "--api-server-count", unsupported="one only", harmless=("1",)),
     Flag("tokenizer processes", SERVER, "", "--tokenizer-worker-num", unsupported="one only", harmless=("1",)),
@@ -663,9 +657,7 @@ FLAGS: tuple[Flag, ...] = (
     Flag("adapter rank", FEATURES, "--max-lora-rank", "--max-lora-rank", unsupported=NO_LORA),
     Flag("adapters in memory", FEATURES, "--max-cpu-loras", "", unsupported=NO_LORA),
     Flag("adapter eviction", FEATURES, "", "--lora-eviction-policy", unsupported=NO_LORA),
-    Flag(
-        "sleep", FEATURES, "--enable-sleep-mode", "--enable-memory-saver", switch=True, unsupported="is not built yet"
-    ),
+    Flag("sleep", FEATURES, "--enable-sleep-mode", "--enable-memory-saver", switch=True, unsupported=NOT_BUILT),
     Flag(
         "determinism",
         FEATURES,

@@ -60,6 +60,7 @@ class EngineStats(msgspec.Struct, kw_only=True):
     num_blocks: int = 0
     num_free_blocks: int = 0
     num_cached_blocks: int = 0
+    num_evictable_blocks: int = 0
     block_size: int = 0
     num_preemptions: int = 0
     num_evicted_tokens: int = 0

@@ -14,10 +14,13 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from kitfox.errors import ModelNotFoundError, RequestError, UnsupportedModelError
 from kitfox.tokenizer import IncrementalDetokenizer, Tokenizer, load_tokenizer
-from kitfox.weights.hub import resolve_model
+from kitfox.weights.hub import list_models, resolve_model
 from tests.weights.gguf_files import write_gguf
 
 GREEDY_REFERENCE = Path(__file__).resolve().parents[2] / "shared" / "peers" / "greedy_reference.json"
+# Rows of a text and its ids in each model: no special tokens added, none parsed. From /tokenize of the llama.cpp in the
+# wheel xllamacpp 2026.10.11549 (llama.cpp's own build number and commit are blank there), with the models as pulled.
+LLAMA_CPP_IDS = Path(__file__).parent / "data" / "llama_cpp_token_ids.json"
 TEXTS = [
     "Hello world",
     "1234567890 and 3.14159, 2024-01-01",
@@ -43,6 +46,12 @@ CHATML = (
 @pytest.fixture(scope="module")
 def smollm() -> Tokenizer:
     return load_tokenizer(resolve_model("smollm2-135m").path)
+
+
+def pulled_tokenizer(name: str) -> Tokenizer:
+    if name != "smollm2-135m" and not any(model.name == name and model.is_cached for model in list_models()):
+        pytest.skip(f"{name} is not in the cache: kitfox pull {name}")
+    return load_tokenizer(resolve_model(name).path)
 
 
 def byte_tokenizer(*special: str, template: str | None = CHATML) -> Tokenizer:
@@ -74,6 +83,23 @@ def test_default_model_ids_equal_the_original(smollm: Tokenizer) -> None:
     for text in TEXTS:
         assert smollm.encode(text) == known_good(text, add_special_tokens=False)["input_ids"], text
         assert smollm.decode(smollm.encode(text), skip_special_tokens=False) == text
+
+
+@pytest.mark.model
+@pytest.mark.parametrize("name", ["smollm2-135m", "gemma-3-270m"])
+def test_ids_equal_llama_cpps(name: str) -> None:
+    tokenizer = pulled_tokenizer(name)
+    for row in json.loads(LLAMA_CPP_IDS.read_text()):
+        ids = tokenizer.encode(row["text"], add_special_tokens=False, parse_special=False)
+        assert ids == row[name], row["text"]
+
+
+@pytest.mark.model
+def test_a_strikethroughs_end_is_one_token_in_gemma() -> None:
+    # Here llama.cpp differs: it takes any "</s>" for a control token, whatever the file says, and cuts it up as text.
+    # In the file it is a piece of HTML, user-defined like "<s>", "</b>" and "</i>".
+    tokenizer = pulled_tokenizer("gemma-3-270m")
+    assert tokenizer.encode("</i></s>", add_special_tokens=False, parse_special=False) == [210, 212]
 
 
 @pytest.mark.model

@@ -44,6 +44,7 @@ class AsyncLLM:
         self.model_config = model_config
         self.max_model_len = max_model_len
         self.stats = EngineStats(num_blocks=num_blocks, num_free_blocks=num_blocks, block_size=config.cache.block_size)
+        self.on_step: Callable[[EngineStats], None] = lambda _: None  # hears of every step; `stats` is only the latest
         self.tracer = Tracer(config.trace_capacity)
         self.started_at = time.time()
         self.phases: list[tuple[str, float]] = []
@@ -230,6 +231,7 @@ class AsyncLLM:
     def _deliver(self, step: StepDone) -> None:
         if step.outputs.stats is not None:
             self.stats = step.outputs.stats
+            self.on_step(self.stats)
         news, to_abort = self._output_processor.process(step.outputs.outputs)
         if to_abort:
             self._client.abort(to_abort)

@@ -308,6 +308,7 @@ class Scheduler:
             num_blocks=kv_cache.num_blocks,
             num_free_blocks=kv_cache.num_free_blocks,
             num_cached_blocks=kv_cache.num_cached_blocks,
+            num_evictable_blocks=kv_cache.num_evictable_blocks,
             block_size=kv_cache.block_size,
             num_preemptions=self.num_preemptions,
             num_evicted_tokens=kv_cache.stats.evicted_tokens,

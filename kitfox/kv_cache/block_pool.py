@@ -101,12 +101,17 @@ class FreeQueue:
 
 
 class BlockPool:
-    """All blocks, with reference counts. Free plus held blocks are all blocks, exactly once each."""
+    """All blocks, with reference counts. Free plus held blocks are all blocks, exactly once each.
+
+    Attributes:
+        num_findable_free: free blocks that still have content.
+    """
 
     def __init__(self, num_blocks: int):
         assert num_blocks > 0, f"a pool needs at least one block, got {num_blocks}"
         self.blocks = [Block(block_id) for block_id in range(num_blocks)]
         self.free_queue = FreeQueue(self.blocks)
+        self.num_findable_free = 0
 
     @property
     def num_free(self) -> int:
@@ -120,12 +125,14 @@ class BlockPool:
         blocks = self.free_queue.pop_front(count)
         for block in blocks:
             block.ref_count = 1
+            self.num_findable_free -= block.content is not None
         return blocks
 
     def hold(self, block: Block) -> None:
         """Add a holder; a free block leaves the queue."""
         if block.ref_count == 0:
             self.free_queue.remove(block)
+            self.num_findable_free -= block.content is not None
         block.ref_count += 1
 
     def release(self, blocks: Sequence[Block]) -> None:
@@ -138,6 +145,7 @@ class BlockPool:
             block.ref_count -= 1
             if block.ref_count == 0:
                 (worthless if block.content is None else findable).append(block)
+        self.num_findable_free += len(findable)
         self.free_queue.append_all(findable)
         self.free_queue.prepend_all(worthless)
 
@@ -145,6 +153,7 @@ class BlockPool:
         """Make every block worthless; the order of the queue stays."""
         for block in self.blocks:
             block.content = None
+        self.num_findable_free = 0
 
     def check_integrity(self) -> None:
         """Assert that the queue's links are sound and that it holds exactly the blocks nobody holds."""
@@ -155,6 +164,8 @@ class BlockPool:
             assert block.next is not None, f"{block} has broken links"
             assert block.prev.next is block, f"{block} has broken links"
             assert block.next.prev is block, f"{block} has broken links"
+        num_findable = sum(block.content is not None for block in queued)
+        assert num_findable == self.num_findable_free, "the number of findable free blocks is wrong"
         ids = [block.block_id for block in queued]
         free = [block.block_id for block in self.blocks if block.ref_count == 0]
         assert sorted(ids) == free, f"queue {sorted(ids)} differs from blocks without a holder {free}"

@@ -171,6 +171,11 @@ class KVCacheManager(ABC):
     def num_cached_blocks(self) -> int:
         """Blocks whose content can be found, in use or not."""
 
+    @property
+    @abstractmethod
+    def num_evictable_blocks(self) -> int:
+        """Cached blocks that nobody uses: those of `num_free_blocks` that cost content when they are handed out."""
+
     @abstractmethod
     def reset(self) -> bool:
         """Forget everything cached. False, with nothing changed, while any request holds blocks."""

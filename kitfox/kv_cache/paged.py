@@ -281,6 +281,10 @@ class PagedKVCacheManager(KVCacheManager):
     def num_cached_blocks(self) -> int:
         return self._num_cached_blocks
 
+    @property
+    def num_evictable_blocks(self) -> int:
+        return self.pool.num_findable_free
+
     def take_events(self) -> list[KVCacheEvent]:
         if self._events is not None:
             events, self._events = self._events, []

@@ -560,6 +560,10 @@ class RadixKVCacheManager(KVCacheManager):
     def num_cached_blocks(self) -> int:
         return self._num_cached_blocks
 
+    @property
+    def num_evictable_blocks(self) -> int:
+        return self._num_evictable_blocks
+
     def take_events(self) -> list[KVCacheEvent]:
         if self._events is None:
             self._events = []

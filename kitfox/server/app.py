@@ -33,7 +33,6 @@ from kitfox.server.openai import (
     check_model,
     served_model_names,
     tokenize,
-    unread_message_members,
 )
 from kitfox.server.validation import convert_body, error_body, error_headers, internal_error, read_json_object
 
@@ -63,6 +62,7 @@ def error_response(error: KitfoxError) -> Response:
 def make_app(llm: AsyncLLM, *, max_body_bytes: int = DEFAULT_MAX_BODY_BYTES) -> FastAPI:
     """The API over one engine. Its lifespan starts listening to the engine, and ends the engine if nobody has."""
     metrics = ServerMetrics(llm.config, llm.max_model_len, lambda: llm.stats)
+    llm.on_step = metrics.observe_step
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -226,9 +226,7 @@ def _add_generation_routes(app: FastAPI, llm: AsyncLLM, metrics: ServerMetrics, 
 
     @app.post("/v1/chat/completions")
     async def chat_completions(request: Request) -> Response:
-        body = await read_json_object(request, max_body_bytes)
-        fields, ignored = convert_body(body, ChatRequest)
-        ignored += unread_message_members(body["messages"])
+        fields, ignored = convert_body(await read_json_object(request, max_body_bytes), ChatRequest)
         reply = await service.chat(fields, ignored, request.scope["client_request_id"])
         return await _respond(request, reply, stream=fields.stream)
 

@@ -1,7 +1,8 @@
 """What /metrics shows: one set of measurements under the names that dashboards of vLLM and of SGLang ask for.
 
-Counters and histograms are filled by the server as deltas pass through it; gauges of the engine are read from its
-latest `EngineStats` when somebody looks. One `ServerMetrics` belongs to one app, so tests and apps never share counts.
+Counters and histograms are filled by the server as steps and deltas pass through it; gauges of the engine are read from
+its latest `EngineStats` when somebody looks. `process_*` and `python_*` are about the server process, not the engine's.
+One `ServerMetrics` belongs to one app, so tests and apps never share counts.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
-from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client import CollectorRegistry, GCCollector, PlatformCollector, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.registry import Collector
 
@@ -30,6 +31,7 @@ _REQUEST_BUCKETS_S = (
     0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0, 480.0, 960.0,
     1920.0, 7680.0,
 )  # fmt: skip
+_STEP_TOKENS_BUCKETS = (1.0, *(float(2**power) for power in range(3, 15)))
 _N_BUCKETS = (1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0)
 
 
@@ -169,10 +171,18 @@ class ServerMetrics(Collector):
         self.request_uncached_tokens = Histogram(tokens)
         self.request_generation_tokens = Histogram(tokens)
         self.max_generation_tokens = Histogram(tokens)
+        self.step_tokens = Histogram(_STEP_TOKENS_BUCKETS)
         self.params_n = Histogram(_N_BUCKETS)
         self.params_max_tokens = Histogram(tokens)
         self._registry = CollectorRegistry(auto_describe=False)
         self._registry.register(self)
+        for of_process in (ProcessCollector, PlatformCollector, GCCollector):
+            of_process(registry=self._registry)
+
+    def observe_step(self, stats: EngineStats) -> None:
+        """Book one engine step; one that computed nothing is none."""
+        if stats.num_step_tokens:
+            self.step_tokens.observe(stats.num_step_tokens)
 
     def render(self) -> bytes:
         """Prometheus text format, version 0.0.4."""
@@ -209,9 +219,14 @@ class ServerMetrics(Collector):
             "sglang:kv_used_tokens",
         )
         yield from self._gauge(
-            "Tokens of KV that could be handed out now, evictable ones included",
-            stats.num_free_blocks * size,
+            "Tokens of KV in blocks that hold nothing",
+            (stats.num_free_blocks - stats.num_evictable_blocks) * size,
             "sglang:kv_available_tokens",
+        )
+        yield from self._gauge(
+            "Tokens of KV in cached blocks that no running request uses",
+            stats.num_evictable_blocks * size,
+            "sglang:kv_evictable_tokens",
         )
         yield from self._gauge("Tokens that the KV pool holds", stats.num_blocks * size, "sglang:max_total_num_tokens")
         yield from self._gauge("Tokens in a KV block", size, "sglang:page_size")
@@ -327,6 +342,9 @@ class ServerMetrics(Collector):
             self.max_generation_tokens,
             "Tokens of the longest answer of a request",
             "vllm:request_max_num_generation_tokens",
+        )
+        yield from self._histogram(
+            self.step_tokens, "Tokens computed in an engine step, prompt tokens included", "vllm:iteration_tokens_total"
         )
         yield from self._histogram(self.params_n, "The n parameter", "vllm:request_params_n")
         yield from self._histogram(

@@ -30,7 +30,7 @@ from kitfox.errors import (
 from kitfox.outputs import CompletionOutput, RequestOutput, RequestTimings, TokenLogprobs
 from kitfox.request import MAX_N, FinishReason, SamplingParams
 from kitfox.server.metrics import RequestObserver, ServerMetrics
-from kitfox.server.validation import MAX_IGNORED_NAMES, MAX_NAME_CHARS, error_body, internal_error
+from kitfox.server.validation import error_body, internal_error
 
 if TYPE_CHECKING:
     from kitfox.engine.async_llm import AsyncLLM
@@ -100,9 +100,14 @@ class CompletionRequest(GenerationFields, kw_only=True):
     add_special_tokens: bool = True
 
 
+class ContentPart(msgspec.Struct, kw_only=True):
+    type: str | None = None
+    text: str | None = None
+
+
 class ChatMessage(msgspec.Struct, kw_only=True):
     role: str
-    content: str | list[dict[str, Any]] | None = None
+    content: str | list[ContentPart] | None = None
     name: str | None = None
     tool_calls: list[Any] | None = None
     function_call: dict[str, Any] | None = None
@@ -299,24 +304,16 @@ def make_messages(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
     return made
 
 
-def unread_message_members(messages: Any) -> list[str]:
-    """Names of what messages carry and no template sees, as "messages[].NAME", each once."""
-    known = {member.encode_name for member in msgspec.structs.fields(ChatMessage)}
-    given = [m for m in messages if isinstance(m, dict)] if isinstance(messages, list) else []
-    unread = {name: None for m in given for name, value in m.items() if name not in known and value is not None}
-    return [f"messages[].{name[:MAX_NAME_CHARS]}" for name in list(unread)[:MAX_IGNORED_NAMES]]
-
-
-def _join_parts(content: str | list[dict[str, Any]], place: str) -> str:
+def _join_parts(content: str | list[ContentPart], place: str) -> str:
     if isinstance(content, str):
         return content
     texts = []
     for part in content:
-        if part.get("type") != "text":
-            raise InvalidParameterError(f"{place}.type", 'must be "text"', part.get("type"))
-        if not isinstance(part.get("text"), str):
-            raise InvalidParameterError(f"{place}.text", "must be a string", part.get("text"))
-        texts.append(part["text"])
+        if part.type != "text":
+            raise InvalidParameterError(f"{place}.type", 'must be "text"', part.type)
+        if part.text is None:
+            raise InvalidParameterError(f"{place}.text", "must be a string", None)
+        texts.append(part.text)
     return "\n".join(texts)
 
 

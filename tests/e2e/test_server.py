@@ -182,6 +182,22 @@ def test_the_second_time_a_prompt_comes_from_the_cache(server: Server):
     assert salted["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
 
 
+def test_steps_and_blocks_are_measured(server: Server):
+    server.wait_idle()
+    before = [server.gauge(f"vllm:iteration_tokens_total_{kind}") for kind in ("count", "sum")]
+    body = {"model": MODEL, "prompt": "word " * 100, "max_tokens": 4, "ignore_eos": True, "cache_salt": "measured"}
+    usage = server.http.post("/v1/completions", json=body).json()["usage"]
+    server.wait_idle()
+    after = [server.gauge(f"vllm:iteration_tokens_total_{kind}") for kind in ("count", "sum")]
+    assert [new - old for new, old in zip(after, before, strict=True)] == [4, usage["prompt_tokens"] + 3]
+    evictable, available, total = (
+        server.gauge(f"sglang:{name}")
+        for name in ("kv_evictable_tokens", "kv_available_tokens", "max_total_num_tokens")
+    )
+    assert evictable >= usage["prompt_tokens"] // 32 * 32 > 0
+    assert evictable + available == total
+
+
 def test_faults_are_answered_and_hurt_nobody(server: Server):
     probe = {**KNOWN_GOOD, "max_tokens": 2}
     expected = server.http.post("/v1/completions", json=probe).json()["choices"][0]["text"]

@@ -57,6 +57,25 @@ def test_findable_blocks_go_to_the_back_and_worthless_ones_to_the_front() -> Non
     assert order(pool) == [3, 2, 4, 5, 1, 0]
 
 
+def test_findable_free_blocks_are_counted() -> None:
+    pool = BlockPool(3)
+    a, b = pool.take(2)
+    a.content = b.content = "findable"
+    assert pool.num_findable_free == 0
+    pool.release([a, b])
+    assert pool.num_findable_free == 2
+    pool.hold(b)
+    assert pool.num_findable_free == 1
+    pool.take(2)
+    assert pool.num_findable_free == 0
+    a.content = None
+    pool.release([a, b])
+    pool.check_integrity()
+    pool.forget_content()
+    assert pool.num_findable_free == 0
+    pool.check_integrity()
+
+
 def test_a_block_is_free_only_when_nobody_holds_it() -> None:
     pool = BlockPool(2)
     (block,) = pool.take(1)

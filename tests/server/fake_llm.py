@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import codecs
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Any, ClassVar
 
 from kitfox.config import EngineConfig, ModelConfig
@@ -70,6 +70,7 @@ class FakeAsyncLLM:
         self.max_model_len = MAX_MODEL_LEN
         self.tokenizer = ByteTokenizer()
         self.stats = EngineStats(num_blocks=10, num_free_blocks=7, num_running=2, num_waiting=1, block_size=32)
+        self.on_step: Callable[[EngineStats], None] = lambda _: None
         self.tracer = Tracer()
         self.health = "ok"
         self.health_detail = ""
@@ -150,6 +151,9 @@ class FakeAsyncLLM:
                 num_cached_tokens=self.num_cached_tokens,
                 finished=step == num_steps - 1,
             )
+            num_prompt_tokens = 0 if step else len(prompt_token_ids)
+            num_new_tokens = sum(len(answer.token_ids) for answer in output.outputs)
+            self.on_step(EngineStats(num_step_tokens=num_prompt_tokens + num_new_tokens))
             if step == 0 and sampling.prompt_logprobs is not None:
                 entries = [_logprobs(t, sampling.prompt_logprobs) for t in prompt_token_ids[1:]]
                 output.prompt_logprobs = [None, *entries]

@@ -7,7 +7,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from kitfox.outputs import EngineStats
-from kitfox.server.metrics import Histogram, token_buckets
+from kitfox.server.metrics import Histogram, ServerMetrics, token_buckets
 from tests.server.fake_llm import MODEL, REPLY, FakeAsyncLLM
 from tests.server.fault_table import COMPLETIONS
 from tests.server.http_client import send_all
@@ -31,7 +31,7 @@ def samples() -> dict[tuple[str, str], float]:
     llm.num_cached_tokens = 1
     llm.stats = EngineStats(
         num_blocks=10, num_free_blocks=7, num_running=2, num_waiting=1, block_size=32, num_preemptions=3,
-        prefix_queries=40, prefix_hits=10, num_evicted_tokens=64,
+        prefix_queries=40, prefix_hits=10, num_evicted_tokens=64, num_evictable_blocks=5,
     )  # fmt: skip
     responses = send_all(
         llm,
@@ -68,6 +68,9 @@ def samples() -> dict[tuple[str, str], float]:
         ("vllm:kv_cache_usage_perc", "", 0.3),
         ("sglang:token_usage", "", 0.3),
         ("sglang:max_total_num_tokens", "", 320),
+        ("sglang:kv_used_tokens", "", 96),
+        ("sglang:kv_evictable_tokens", "", 160),
+        ("sglang:kv_available_tokens", "", 64),
         ("sglang:cache_hit_rate", "", 0.25),
         ("vllm:prefix_cache_queries_total", "", 40),
         ("vllm:prefix_cache_hits_total", "", 10),
@@ -82,6 +85,12 @@ def samples() -> dict[tuple[str, str], float]:
         ("vllm:request_prompt_tokens_sum", "", 9),
         ("vllm:request_prompt_tokens_bucket", "2.0", 2),
         ("vllm:request_generation_tokens_count", "", 4),
+        ("vllm:iteration_tokens_total_sum", "", 9 + REPLY_TOKENS + 4 + 16),
+        ("vllm:iteration_tokens_total_count", "", -(-REPLY_TOKENS // 4) + 1 + 2),
+        ("vllm:iteration_tokens_total_bucket", "1.0", 0),
+        ("vllm:iteration_tokens_total_bucket", "8.0", -(-REPLY_TOKENS // 4) + 1),
+        ("vllm:iteration_tokens_total_bucket", "16.0", -(-REPLY_TOKENS // 4) + 1 + 2),
+        ("vllm:iteration_tokens_total_bucket", "+Inf", -(-REPLY_TOKENS // 4) + 1 + 2),
         ("vllm:request_params_n_sum", "", 4),
         ("http_requests_total", "POST,200", 3),
         ("http_requests_total", "POST,400", 1),
@@ -89,6 +98,22 @@ def samples() -> dict[tuple[str, str], float]:
 )
 def test_exact_values(samples: dict[tuple[str, str], float], name: str, label: str, value: float) -> None:
     assert samples[name, label] == value
+
+
+def test_the_server_process_is_measured_too(samples: dict[tuple[str, str], float]) -> None:
+    assert samples["process_resident_memory_bytes", ""] > 2**20
+    assert samples["process_open_fds", ""] > 0
+    names = {name for name, _ in samples}
+    assert {"process_cpu_seconds_total", "python_info", "python_gc_collections_total"} <= names
+
+
+def test_a_step_that_computed_nothing_is_not_counted() -> None:
+    llm = FakeAsyncLLM()
+    metrics = ServerMetrics(llm.config, llm.max_model_len, lambda: llm.stats)
+    for num_tokens in (0, 5, 20000):
+        metrics.observe_step(EngineStats(num_step_tokens=num_tokens))
+    assert metrics.step_tokens.sum == 20005
+    assert metrics.step_tokens.cumulative()[-2:] == [("16384.0", 1.0), ("+Inf", 2.0)]
 
 
 def test_aborts_and_refusals_are_counted() -> None:

