@@ -11,7 +11,9 @@ ARGS ?=
 TORCH_CPU := torch==2.13.0
 TORCH_CPU_INDEX := https://download.pytorch.org/whl/cpu
 
-.PHONY: setup serve test check format clean
+KERNEL_SOURCES := CMakeLists.txt $(wildcard csrc/*)
+
+.PHONY: setup serve test check sanitize format clean
 
 setup: $(VENV)/.ready
 serve: setup
@@ -41,13 +43,25 @@ $(VENV)/.torch:
 	fi
 	touch $@
 
-$(VENV)/.ready: $(VENV)/.torch pyproject.toml
+# Compiles the kernels, and says which of them will run.
+$(VENV)/.ready: $(VENV)/.torch pyproject.toml $(KERNEL_SOURCES)
 	$(BIN)/pip install -q -e '.[fast-http]'
+	$(BIN)/python -c 'from kitfox.kernels import library; print("kitfox kernels:", library.describe())'
 	touch $@
 
-$(VENV)/.ready-dev: $(VENV)/.ready pyproject.toml
-	$(BIN)/pip install -q -e '.[fast-http,dev]'
+# Asks for the extra of the kitfox that is installed: to install it once more would be to compile it once more.
+$(VENV)/.ready-dev: pyproject.toml | $(VENV)/.ready
+	$(BIN)/pip install -q 'kitfox[dev]'
 	touch $@
+
+# The kernels' tests over kernels that stop at the first bad address or undefined operation. Python was not built that
+# way, so the sanitizer has to be loaded before it; what Python leaks at its end is not ours.
+sanitize: $(VENV)/.ready-dev
+	rm -rf build/sanitize
+	$(BIN)/pip install -q --no-deps --target build/sanitize -C cmake.define.KITFOX_SANITIZE=ON .
+	LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libstdc++.so)" \
+	  ASAN_OPTIONS=detect_leaks=0 $(BIN)/python -c 'import sys, pytest, kitfox.kernels; \
+	  kitfox.kernels.__path__.insert(0, "build/sanitize/kitfox/kernels"); sys.exit(pytest.main(["tests/kernels"]))'
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache

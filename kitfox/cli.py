@@ -20,6 +20,7 @@ from kitfox.errors import ConfigError, EngineDeadError, KitfoxError, RequestErro
 if TYPE_CHECKING:
     from kitfox.config import EngineConfig
     from kitfox.engine.async_llm import AsyncLLM
+    from kitfox.executor.verify import CheckResult
     from kitfox.flags import Dialect
     from kitfox.outputs import RequestOutput
 
@@ -148,6 +149,83 @@ def _plan(argv: Sequence[str]) -> None:
     )
     config, _, own = read_flags("vllm", argv, parser)
     _print_plan(config, own["memory"])
+
+
+def _verify(argv: Sequence[str]) -> None:
+    """Check that logits do not depend on company, one line a check.
+
+    Raises:
+        KitfoxError: they do.
+    """
+    from kitfox.flags import build_parser, read_flags
+
+    parser = build_parser(
+        "vllm",
+        "kitfox verify",
+        description="Prove, with this model on this machine, that a token's logits do not depend on company.",
+    )
+    parser.add_argument("--json", dest="command.json", action="store_true", help="print JSON instead of text")
+    config, _, own = read_flags("vllm", argv, parser)
+
+    import dataclasses
+
+    from rich.console import Console
+
+    from kitfox.executor.verify import Verification, built_in_prompts
+    from kitfox.tokenizer import load_tokenizer
+    from kitfox.weights.hub import resolve_model
+    from kitfox.weights.model_config import read_model_config
+
+    path = resolve_model(config.model.model, revision=config.model.revision).path
+    model_config = read_model_config(path)
+    prompts = built_in_prompts(load_tokenizer(Path(config.model.tokenizer or path)), config, model_config)
+    verification = Verification(config, model_config, path, prompts)
+    console = Console(soft_wrap=True, highlight=False, quiet=own["json"])
+    precision = verification.precision
+    weights = {"": precision.dtype, "int8": "int8", "stored": "as stored"}[precision.quantization]
+    console.print(f"{config.model.model}: {verification.description}; weights {weights}, KV {precision.kv_dtype}")
+    lengths = [len(prompt) for prompt in prompts]
+    console.print(
+        f"{len(prompts)} prompts of {min(lengths)} to {max(lengths)} tokens. Each check computes them in one way, and "
+        "compares hidden states and logits of all tokens bit for bit with those of each prompt alone in one chunk."
+    )
+    if not verification.is_promised:
+        console.print(f"On {verification.device_type} equality is not promised: this is what holds here, and what not.")
+    results = []
+    for result in verification.checks():
+        results.append(result)
+        console.print(_verdict(result))
+    num_failed = sum(result.difference is not None for result in results)
+    if own["json"]:
+        report = {
+            "model": config.model.model,
+            "kernels": verification.description,
+            "device": verification.device_type,
+            "precision": dataclasses.asdict(precision),
+            "prompt_tokens": lengths,
+            "promised": verification.is_promised,
+            "equal": num_failed == 0,
+            "checks": [dataclasses.asdict(result) for result in results],
+        }
+        print(json.dumps(report, indent=1))
+    if num_failed:
+        raise KitfoxError(f"logits depend on company: {num_failed} of {len(results)} checks found a difference")
+    console.print(f"All {len(results)} checks found the same bits: logits do not depend on company.")
+
+
+def _verdict(result: CheckResult) -> str:
+    """A check's line, in rich's markup."""
+    line = f"  {result.name:<32} {result.num_rows:6,} rows  "
+    found = result.difference
+    if found is None:
+        return f"{line}[green]equal[/]"
+    hidden, logits = (
+        "not finite" if largest is None else f"by up to {largest:.3g}" for largest in (found.hidden, found.logits)
+    )
+    return (
+        f"{line}[red]{found.num_rows:,} differ[/], first token {found.position} of prompt {found.prompt}; "
+        f"hidden states {hidden}, logits {logits}"
+    )
 
 
 # ---- models ---------------------------------------------------------------------------------------------------------
@@ -316,6 +394,7 @@ def _version(argv: Sequence[str]) -> None:
 COMMANDS: dict[str, tuple[Callable[[Sequence[str]], None], str]] = {
     "serve": (_serve, "serve a model behind an OpenAI-compatible API"),
     "plan": (_plan, "print what serve would allocate, without starting"),
+    "verify": (_verify, "prove that a token's logits do not depend on company"),
     "chat": (_chat, "talk to a model"),
     "generate": (_generate, "answer prompts without a server"),
     "pull": (_pull, "fetch a model and show its licence"),

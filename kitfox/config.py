@@ -20,6 +20,8 @@ SCHEDULING_POLICIES: tuple[SchedulingPolicy, ...] = ("fcfs", "priority", "lpm")
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 DTYPES: tuple[DType, ...] = ("auto", "float32", "bfloat16", "float16")
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+Quantization = Literal["auto", "none", "int8"]
+QUANTIZATIONS: tuple[Quantization, ...] = ("auto", "none", "int8")
 
 
 def _check(condition: bool, name: str, limit: str, given: object) -> None:
@@ -37,6 +39,9 @@ class ModelOptions:
         served_model_names: names the API answers to; empty means the name given as `model`.
         max_model_len: longest prompt plus output, in tokens; None means what the checkpoint says, -1 the longest
             that fits in memory.
+        dtype: of the weights; "auto" is the checkpoint's.
+        quantization: "int8" quantises the weights to 8 bits; "auto" keeps a GGUF file's own quantisation where `dtype`
+            is "auto" too and there are kernels for it; "none" never keeps it.
         load_format: "auto", "safetensors", "gguf" or "dummy" (random weights, for tests and sizing).
         chat_template: jinja2 text or a path to it; None means the model's own.
     """
@@ -46,6 +51,7 @@ class ModelOptions:
     revision: str | None = None
     served_model_names: tuple[str, ...] = ()
     dtype: DType = "auto"
+    quantization: Quantization = "auto"
     max_model_len: int | None = None
     load_format: Literal["auto", "safetensors", "gguf", "dummy"] = "auto"
     chat_template: str | None = None
@@ -53,6 +59,8 @@ class ModelOptions:
 
     def __post_init__(self) -> None:
         _check(self.dtype in DTYPES, "dtype", f"must be one of {', '.join(DTYPES)}", self.dtype)
+        names = ", ".join(QUANTIZATIONS)
+        _check(self.quantization in QUANTIZATIONS, "quantization", f"must be one of {names}", self.quantization)
         length = self.max_model_len
         _check(length is None or length >= 1 or length == -1, "max_model_len", "must be >= 1, or -1 for auto", length)
 
@@ -104,7 +112,7 @@ class SchedulerConfig:
 
     Attributes:
         max_num_seqs: most requests in one step.
-        max_num_batched_tokens: the token budget of one step.
+        max_num_batched_tokens: the token budget of one step; None means what suits the device (`plan.token_budget`).
         enable_chunked_prefill: a prompt may be split over steps; off, it must fit the budget whole.
         long_prefill_token_threshold: cap on one prompt's share of a step while others wait; 0 means none.
         max_num_queued_requests: waiting requests beyond this are refused with 429.
@@ -112,7 +120,7 @@ class SchedulerConfig:
 
     policy: SchedulingPolicy = "fcfs"
     max_num_seqs: int = 128
-    max_num_batched_tokens: int = 2048
+    max_num_batched_tokens: int | None = None
     enable_chunked_prefill: bool = True
     long_prefill_token_threshold: int = 0
     max_num_queued_requests: int = 4096
@@ -125,7 +133,8 @@ class SchedulerConfig:
             self.policy,
         )
         _check(self.max_num_seqs >= 1, "max_num_seqs", "must be >= 1", self.max_num_seqs)
-        _check(self.max_num_batched_tokens >= 1, "max_num_batched_tokens", "must be >= 1", self.max_num_batched_tokens)
+        budget = self.max_num_batched_tokens
+        _check(budget is None or budget >= 1, "max_num_batched_tokens", "must be >= 1", budget)
         threshold = self.long_prefill_token_threshold
         _check(threshold >= 0, "long_prefill_token_threshold", "must be >= 0", threshold)
         queued = self.max_num_queued_requests
@@ -134,10 +143,19 @@ class SchedulerConfig:
 
 @dataclass(frozen=True)
 class DeviceConfig:
-    """Where the arithmetic happens: "auto" is CUDA where torch sees it, else CPU. num_threads 0 means all cores."""
+    """Where the arithmetic happens.
+
+    Attributes:
+        device: "auto" is CUDA where torch sees it, else CPU.
+        num_threads: for arithmetic on a CPU; 0 means one a core, of one NUMA node where there are several.
+        pin_threads: give each of these threads a core of its own; None means where there are at least 8 of them.
+        enforce_eager: compute each op as the model's code names it instead of replaying a recorded forward pass.
+    """
 
     device: str = "auto"
     num_threads: int = 0
+    pin_threads: bool | None = None
+    enforce_eager: bool = False
 
 
 @dataclass(frozen=True)
@@ -187,6 +205,7 @@ class ModelConfig:
         logit_softcap, attention_softcap: c in c * tanh(x / c), None when absent.
         eos_token_ids: every token that ends a generation.
         stored_bytes: size of the weights as stored on disk.
+        stored_quantization: GGML type of most matrices ("Q4_1"); "" where they are floats.
     """
 
     architecture: str
@@ -216,6 +235,7 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...] = ()
     dtype: str = "float32"
     stored_bytes: int = 0
+    stored_quantization: str = ""
 
     @property
     def softmax_scale(self) -> float:

@@ -21,6 +21,7 @@ from kitfox.config import (
     CACHE_ORGANISATIONS,
     DTYPES,
     EVICTION_POLICIES,
+    QUANTIZATIONS,
     SCHEDULING_POLICIES,
     CacheConfig,
     DeviceConfig,
@@ -126,6 +127,13 @@ def number(minimum: float, maximum: float, kind: type[int] | type[float] = int) 
     return parse
 
 
+def parse_quantization(text: str) -> str:
+    """One of QUANTIZATIONS; a checkpoint's own method, as both engines name it, is "auto"."""
+    if text in ("w8a8_int8", "compressed-tensors", "fp8", "awq", "gptq", "bitsandbytes"):
+        raise argparse.ArgumentTypeError(f"{NO_QUANTISATION}. Given: {text!r}")
+    return one_of(*QUANTIZATIONS, gguf="auto")(text)
+
+
 def one_of(*words: str, **aliases: str) -> Callable[[str], str]:
     """One of some words; an alias is another way to write one of them."""
 
@@ -162,7 +170,7 @@ NO_OFFLOAD = "offloading to other memory is not built yet"
 NO_CAPTURE = "captured or compiled steps are not built yet; kitfox runs eagerly"
 NO_OVERLAP = "overlapped scheduling is not built yet"
 NO_KEYS = "API keys and TLS are not built yet: put a reverse proxy in front, and bind 127.0.0.1"
-NO_QUANTISATION = "quantised arithmetic is not built yet (a GGUF file is dequantised when it is loaded)"
+NO_QUANTISATION = "must be one of auto, none, int8: other methods are not built yet"
 
 FLAGS: tuple[Flag, ...] = (
     # -- model
@@ -453,6 +461,22 @@ FLAGS: tuple[Flag, ...] = (
         "device.num_threads",
         number(0, 4096),
     ),
+    Flag(
+        "give each thread a core of its own",
+        DEVICE,
+        "--pin-threads",
+        "--pin-threads",
+        "device.pin_threads",
+        switch=True,
+    ),
+    Flag(
+        "let the system place threads",
+        DEVICE,
+        "--no-pin-threads",
+        "--no-pin-threads",
+        "device.pin_threads",
+        switch=False,
+    ),
     # -- observing
     Flag(
         "debug, info, warning, error or critical",
@@ -505,7 +529,14 @@ FLAGS: tuple[Flag, ...] = (
     # -- known, not built: model and server
     Flag("tokenizer kind", MODEL, "--tokenizer-mode", "--tokenizer-mode", unsupported="only auto", harmless=("auto",)),
     Flag("download folder", MODEL, "--download-dir", "--download-dir", unsupported="set KITFOX_CACHE instead"),
-    Flag("quantisation", MODEL, "--quantization -q", "--quantization", unsupported=NO_QUANTISATION),
+    Flag(
+        "int8 quantises the weights to 8 bits; auto keeps those of a GGUF file as they are; none dequantises them",
+        MODEL,
+        "--quantization -q",
+        "--quantization",
+        "model.quantization",
+        parse_quantization,
+    ),
     Flag(
         "form of message contents",
         MODEL,
@@ -667,7 +698,14 @@ FLAGS: tuple[Flag, ...] = (
         unsupported="cannot be promised on every device yet",
     ),
     # -- known, not built: speed
-    Flag("run eagerly, always", SPEED, "--enforce-eager", "--disable-cuda-graph", switch=True),
+    Flag(
+        "compute each op as the model's code names it, instead of replaying a captured step",
+        SPEED,
+        "--enforce-eager",
+        "--disable-cuda-graph",
+        "device.enforce_eager",
+        switch=True,
+    ),
     Flag("compilation", SPEED, "--compilation-config -cc", unsupported=NO_CAPTURE),
     Flag("optimisation level", SPEED, "-O", unsupported=NO_CAPTURE, harmless=("0",)),
     Flag("captured sizes", SPEED, "--cudagraph-capture-sizes", many=True, unsupported=NO_CAPTURE),

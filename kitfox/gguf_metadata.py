@@ -22,6 +22,17 @@ _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: 
 _DEFAULT_ALIGNMENT = 32
 _NO_VALUE = object()
 CONTROL_TOKEN = 3
+# The block formats that kitfox can compute with as they are (kernels/quantized.py), by their GGML type.
+GGML_QUANTIZATIONS = {
+    2: "Q4_0",
+    3: "Q4_1",
+    6: "Q5_0",
+    7: "Q5_1",
+    8: "Q8_0",
+    12: "Q4_K",
+    13: "Q5_K",
+    14: "Q6_K",
+}
 # Tokens that end a turn whatever the file's eos_token_id says, as the models' own generation configs list them.
 _END_OF_TURN = frozenset({b"<end_of_turn>", b"<|eot_id|>", b"<|eom_id|>", b"<|im_end|>"})
 

@@ -15,15 +15,26 @@ import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from kitfox.config import DTYPE_BYTES, EngineConfig, ModelConfig
 from kitfox.errors import ConfigError
+from kitfox.kernels import library
 
 # Nobody asked for a particular size: on a CPU the KV cache then leaves the machine's memory to its other users.
 AUTOMATIC_KV_BYTES_ON_CPU = 4 << 30
 LARGEST_ADVISED_FRACTION = 0.9
 SMALLEST_ADVISED_MODEL_LEN = 256
 GIB = 1 << 30
+# Tokens of one step where the user named no number. While a step lasts every other request waits, and on a CPU one of
+# 256 tokens takes as long as one of 2048 on a GPU.
+TOKEN_BUDGET = {"cpu": 256, "cuda": 2048}
+# What the compiled kernels need: vectors of this many lanes along a head and along a block.
+NATIVE_LANES = 16
+NATIVE_LARGEST_HEAD_DIM = 256
+# A step of more rows passes through the compiled kernels in tiles of this many: their activations then stay in the
+# second cache level, and the memory for activations hardly grows with the token budget.
+NATIVE_TILE_ROWS = 264
 
 
 @dataclass(frozen=True)
@@ -33,6 +44,7 @@ class MemoryPlan:
     Attributes:
         model: the model as it was named.
         device: "cpu" or "cuda".
+        precision: the form of weights and KV.
         num_parameters: elements of the weights, a tied output embedding counted once.
         activation_bytes: at the step's token budget, logits of max_num_seqs requests included.
         max_model_len: resolved, in tokens.
@@ -44,8 +56,7 @@ class MemoryPlan:
 
     model: str
     device: str
-    dtype: str
-    kv_dtype: str
+    precision: Precision
     num_parameters: int
     weights_bytes: int
     activation_bytes: int
@@ -58,6 +69,14 @@ class MemoryPlan:
     memory_bytes: int
     budget_bytes: int
     kv_limit: str
+
+    @property
+    def dtype(self) -> str:
+        return self.precision.dtype
+
+    @property
+    def kv_dtype(self) -> str:
+        return self.precision.kv_dtype
 
     @property
     def kv_bytes(self) -> int:
@@ -98,8 +117,13 @@ def make_plan(config: EngineConfig, model_config: ModelConfig, memory_bytes: int
     raise ConfigError(f"{problem}. No single setting makes it fit: choose a smaller model or a larger machine")
 
 
+def settle(config: EngineConfig, plan: MemoryPlan) -> EngineConfig:
+    """The configuration with what the plan has decided in place of what the user left open."""
+    return config.replace(scheduler={"max_num_batched_tokens": plan.max_num_batched_tokens})
+
+
 def _check_unsplit_prompts(config: EngineConfig, plan: MemoryPlan) -> None:
-    budget = config.scheduler.max_num_batched_tokens
+    budget = plan.max_num_batched_tokens
     if not config.scheduler.enable_chunked_prefill and budget < plan.max_model_len:
         raise ConfigError(
             f"Prompts are not split, so a step must hold a whole one: max_num_batched_tokens ({budget}) must be >= "
@@ -108,17 +132,62 @@ def _check_unsplit_prompts(config: EngineConfig, plan: MemoryPlan) -> None:
         )
 
 
-def resolve_dtypes(config: EngineConfig, model_config: ModelConfig, device_type: str) -> tuple[str, str]:
-    """The element types of weights and of KV, each "float32", "bfloat16" or "float16".
+@dataclass(frozen=True)
+class Precision:
+    """In what form weights and KV are held.
 
-    "auto" is the checkpoint's type, so a GGUF, whose tensors are dequantised, says float32; a type that is none of the
-    three becomes float32 on a CPU and bfloat16 on CUDA.
+    Attributes:
+        dtype: of weights that are not quantised: "float32", "bfloat16" or "float16".
+        kv_dtype: likewise, of the cache.
+        quantization: "" for none, "int8", or "stored": the checkpoint's own.
+        why_not_native: what keeps the compiled kernels from being used; "" when they are, None on another device.
     """
+
+    dtype: str
+    kv_dtype: str
+    quantization: Literal["", "int8", "stored"]
+    why_not_native: str | None
+
+    @property
+    def is_native(self) -> bool:
+        return self.why_not_native == ""
+
+
+def resolve_precision(config: EngineConfig, model: ModelConfig, device_type: str) -> Precision:
+    """What "auto" means for this checkpoint and device.
+
+    The weights' dtype is the checkpoint's; one that is quantised and not kept so becomes float32 on a CPU and bfloat16
+    on CUDA. The cache has the weights' dtype, but on a CPU it is bfloat16 unless the weights are float32.
+    """
+    why_not = _why_not_native(config, model) if device_type == "cpu" else None
+    keeps = model.stored_quantization and config.model.quantization == "auto" and config.model.dtype == "auto"
+    quantization: Literal["", "int8", "stored"] = ""
+    if config.model.quantization == "int8":
+        quantization = "int8"
+    elif keeps and why_not == "":
+        quantization = "stored"
     dtype: str = config.model.dtype
     if dtype == "auto":
         fallback = "bfloat16" if device_type == "cuda" else "float32"
-        dtype = model_config.dtype if model_config.dtype in DTYPE_BYTES else fallback
-    return dtype, dtype if config.cache.dtype == "auto" else config.cache.dtype
+        dtype = model.dtype if model.dtype in DTYPE_BYTES else fallback
+    kv_dtype: str = config.cache.dtype
+    if kv_dtype == "auto":
+        kv_dtype = dtype
+        if why_not == "" and (quantization or dtype == "float16"):
+            kv_dtype = "bfloat16"
+    return Precision(dtype, kv_dtype, quantization, why_not)
+
+
+def _why_not_native(config: EngineConfig, model: ModelConfig) -> str:
+    if library.instruction_set() is None:
+        return library.describe().removeprefix("none: ")
+    if config.cache.block_size % NATIVE_LANES:
+        return f"block size {config.cache.block_size} is not a multiple of {NATIVE_LANES}"
+    if model.head_dim % NATIVE_LANES or model.head_dim > NATIVE_LARGEST_HEAD_DIM:
+        return f"head size {model.head_dim} is not a multiple of {NATIVE_LANES} up to {NATIVE_LARGEST_HEAD_DIM}"
+    if config.cache.dtype == "float16":
+        return "a KV cache of float16 has no kernels"
+    return ""
 
 
 def resolve_max_model_len(config: EngineConfig, model_config: ModelConfig) -> int:
@@ -140,6 +209,15 @@ def resolve_max_model_len(config: EngineConfig, model_config: ModelConfig) -> in
     return wanted
 
 
+def token_budget(config: EngineConfig, model: ModelConfig, device_type: str) -> int:
+    """Tokens of one step: as asked for, else what suits the device; at least a whole prompt where none is split."""
+    asked = config.scheduler.max_num_batched_tokens
+    if asked is not None:
+        return asked
+    budget = TOKEN_BUDGET[device_type]
+    return budget if config.scheduler.enable_chunked_prefill else max(budget, resolve_max_model_len(config, model))
+
+
 def count_parameters(model: ModelConfig) -> int:
     """Elements of all weights of a decoder of the Llama, Qwen or Gemma 3 kind."""
     hidden, query, kv = model.hidden_size, model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
@@ -154,24 +232,34 @@ def count_parameters(model: ModelConfig) -> int:
     return embeddings + model.num_layers * (attention + mlp + norms) + hidden
 
 
-def count_activation_bytes(config: EngineConfig, model: ModelConfig, element_bytes: int) -> int:
-    """Bytes alive at the widest point of a step that uses its whole token budget.
+def _weights_bytes(precision: Precision, model: ModelConfig, num_parameters: int) -> int:
+    if precision.quantization == "stored":
+        return model.stored_bytes
+    return num_parameters * (1 if precision.quantization == "int8" else DTYPE_BYTES[precision.dtype])
 
-    That point is a layer's attention or MLP beside residual, normed input and output; then float32 logits and
-    probabilities, one row for each request that samples.
+
+def count_activation_bytes(config: EngineConfig, model: ModelConfig, precision: Precision, num_tokens: int) -> int:
+    """Bytes alive at the widest point of a step of num_tokens, the whole token budget.
+
+    That point is a layer's attention or MLP beside residual, normed input and output; the compiled kernels keep only a
+    tile of rows of it, in float32, and the result for all rows. Then float32 logits, one row for each request that
+    samples (and their probabilities, without the compiled sampler).
     """
-    num_tokens = config.scheduler.max_num_batched_tokens
     attention = 2 * (model.num_heads + model.num_kv_heads) * model.head_dim
     widest_layer = 3 * model.hidden_size + max(attention, 3 * model.intermediate_size)
-    logits = 2 * min(config.scheduler.max_num_seqs, num_tokens) * model.vocab_size * 4
-    return num_tokens * widest_layer * element_bytes + logits
+    logits = min(config.scheduler.max_num_seqs, num_tokens) * model.vocab_size * 4
+    if precision.is_native:
+        return 4 * (min(num_tokens, NATIVE_TILE_ROWS) * widest_layer + num_tokens * model.hidden_size) + logits
+    return num_tokens * widest_layer * DTYPE_BYTES[precision.dtype] + 2 * logits
 
 
 def render(plan: MemoryPlan) -> str:
     """The plan as a table of plain text, one row a line."""
     total_tokens = plan.num_blocks * plan.block_size
+    forms = {"": f"in {plan.dtype}", "int8": "in int8", "stored": "as stored"}
+    form = forms[plan.precision.quantization]
     rows = [
-        ("weights", _size(plan.weights_bytes), f"{plan.num_parameters / 1e6:,.1f} M parameters in {plan.dtype}"),
+        ("weights", _size(plan.weights_bytes), f"{plan.num_parameters / 1e6:,.1f} M parameters {form}"),
         ("activations", _size(plan.activation_bytes), f"at {plan.max_num_batched_tokens:,} tokens a step"),
         (
             "KV cache",
@@ -237,18 +325,18 @@ def _cuda_memory_bytes() -> int | None:
 
 def _divide(config: EngineConfig, model_config: ModelConfig, device: str, memory_bytes: int) -> MemoryPlan:
     """The plan, whether it fits or not."""
-    dtype, kv_dtype = resolve_dtypes(config, model_config, device)
+    precision = resolve_precision(config, model_config, device)
     num_parameters = count_parameters(model_config)
+    num_tokens = token_budget(config, model_config, device)
     plan = MemoryPlan(
         model=config.model.model,
         device=device,
-        dtype=dtype,
-        kv_dtype=kv_dtype,
+        precision=precision,
         num_parameters=num_parameters,
-        weights_bytes=num_parameters * DTYPE_BYTES[dtype],
-        activation_bytes=count_activation_bytes(config, model_config, DTYPE_BYTES[dtype]),
-        max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
-        kv_bytes_per_token=model_config.kv_bytes_per_token(DTYPE_BYTES[kv_dtype]),
+        weights_bytes=_weights_bytes(precision, model_config, num_parameters),
+        activation_bytes=count_activation_bytes(config, model_config, precision, num_tokens),
+        max_num_batched_tokens=num_tokens,
+        kv_bytes_per_token=model_config.kv_bytes_per_token(DTYPE_BYTES[precision.kv_dtype]),
         block_size=config.cache.block_size,
         num_blocks=0,
         max_model_len=resolve_max_model_len(config, model_config),
@@ -328,9 +416,9 @@ def _changes(config: EngineConfig, model: ModelConfig, plan: MemoryPlan) -> Iter
         if cache.memory_fraction < fraction <= LARGEST_ADVISED_FRACTION:
             changed = config.replace(cache={"memory_fraction": fraction})
             yield f"--gpu-memory-utilization {fraction:g}", changed
-    if plan.dtype == "float32":
+    if plan.dtype == "float32" and not plan.precision.quantization:
         yield "--dtype bfloat16", config.replace(model={"dtype": "bfloat16"})
-    if config.scheduler.max_num_batched_tokens > 256:
+    if plan.max_num_batched_tokens > 256:
         changed = config.replace(scheduler={"max_num_batched_tokens": 256})
         yield "--max-num-batched-tokens 256", changed
 

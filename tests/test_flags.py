@@ -34,6 +34,7 @@ SAMPLES: dict[str, tuple[str, object]] = {
     "model.served_model_names": ("fox", ("fox",)),
     "model.max_model_len": ("4K", 4096),
     "model.dtype": ("half", "float16"),
+    "model.quantization": ("int8", "int8"),
     "model.tokenizer": ("here", "here"),
     "model.revision": ("v2", "v2"),
     "model.load_format": ("dummy", "dummy"),
@@ -103,7 +104,9 @@ class TestTable:
             else:
                 text, value = SAMPLES[flag.target]
                 assert default_of(flag, dialect) != value
-                for line in (f"{word} {text}", f"{word}={text}", f"--{word[2:].replace('-', '_')}={text}"):
+                dashes = len(word) - len(word.lstrip("-"))
+                underscored = word[:dashes] + word[dashes:].replace("-", "_")
+                for line in (f"{word} {text}", f"{word}={text}", f"{underscored}={text}"):
                     assert value_at(parse(dialect, line), flag.target) == value
 
     @pytest.mark.parametrize("dialect", DIALECTS)
@@ -192,6 +195,21 @@ class TestDialects:
     def test_several_names(self) -> None:
         assert parse("vllm", "M --served-model-name a b --port 1")[0].model.served_model_names == ("a", "b")
 
+    @pytest.mark.parametrize("dialect", DIALECTS)
+    def test_a_gguf_files_own_quantisation_is_auto(self, dialect: Dialect) -> None:
+        assert parse(dialect, "--quantization gguf") == parse(dialect, "--quantization auto") == parse(dialect, "")
+        assert parse(dialect, "--quantization none")[0].model.quantization == "none"
+
+    def test_threads_stay_or_move(self) -> None:
+        assert parse("vllm", "")[0].device.pin_threads is None
+        assert parse("vllm", "--pin-threads")[0].device.pin_threads is True
+        assert parse("vllm", "--no-pin-threads")[0].device.pin_threads is False
+
+    def test_a_captured_step_can_be_turned_off_in_either_dialect(self) -> None:
+        assert not parse("vllm", "")[0].device.enforce_eager
+        assert parse("vllm", "--enforce-eager")[0].device.enforce_eager
+        assert parse("sglang", "--disable-cuda-graph")[0].device.enforce_eager
+
     @pytest.mark.parametrize("text", ["auto", "-1"])
     def test_longest_context_that_fits(self, text: str) -> None:
         assert parse("vllm", f"--max-model-len {text}")[0].model.max_model_len == -1
@@ -223,6 +241,13 @@ class TestRefusals:
             ("vllm", "--port x", "--port: must be in [1, 65535]. Given: 'x'"),
             ("vllm", "--port", "--port: expected one argument"),
             ("vllm", "--dtype int8", "--dtype: must be one of auto, float32, bfloat16, float16. Given: 'int8'"),
+            (
+                "vllm",
+                "--quantization awq",
+                "must be one of auto, none, int8: other methods are not built yet. Given: 'awq'",
+            ),
+            ("vllm", "-q q4", "must be one of auto, none, int8"),
+            ("sglang", "--quantization fp8", "other methods are not built yet. Given: 'fp8'"),
             ("vllm", "--device tpu", "--device: must be auto, cpu, cuda or cuda:N"),
             ("vllm", "--block-size 0", "--block-size: must be in [1, 1024]"),
             ("vllm", "--gpu-memory-utilization 0", "memory_fraction must be in (0, 1]. Given: 0.0"),

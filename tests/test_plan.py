@@ -1,7 +1,8 @@
-"""The memory plan, with numbers worked out by hand."""
+"""The memory plan, with numbers worked out by hand. Whether there are compiled kernels is for each test to say."""
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from pathlib import Path
 
@@ -9,17 +10,21 @@ import pytest
 
 from kitfox.config import CacheConfig, EngineConfig, ModelConfig, ModelOptions, SchedulerConfig
 from kitfox.errors import ConfigError
+from kitfox.kernels import library
 from kitfox.plan import (
     AUTOMATIC_KV_BYTES_ON_CPU,
+    NATIVE_TILE_ROWS,
     MemoryPlan,
+    Precision,
     _cgroup_limits,
     count_activation_bytes,
     count_parameters,
     machine_memory_bytes,
     make_plan,
     render,
-    resolve_dtypes,
     resolve_max_model_len,
+    resolve_precision,
+    token_budget,
 )
 
 GIB = 1 << 30
@@ -28,6 +33,18 @@ SMOLLM2 = ModelConfig("LlamaForCausalLM", 49152, 576, 1536, 30, 9, 3, 64, 8192, 
 TINY = ModelConfig("LlamaForCausalLM", 100, 8, 16, 2, 2, 1, 4, 1024)
 # 2 * 100 * 8 embeddings + 2 * (8 * 16 + 8 * 8 attention + 3 * 8 * 16 MLP + 16 norms) + 8
 TINY_PARAMETERS = 1600 + 2 * (128 + 64 + 384 + 16) + 8
+REFERENCE = Precision("float32", "float32", "", why_not_native="because")
+
+
+@pytest.fixture(autouse=True)
+def no_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KITFOX_CPU_ISA", "none")
+
+
+@pytest.fixture
+def kernels(monkeypatch: pytest.MonkeyPatch, no_kernels: None) -> None:
+    """As on a machine where the compiled kernels run."""
+    monkeypatch.setattr(library, "instruction_set", lambda: "avx512")
 
 
 def config(**sections: dict[str, object]) -> EngineConfig:
@@ -36,7 +53,11 @@ def config(**sections: dict[str, object]) -> EngineConfig:
 
 def tiny_memory(num_blocks: int, settings: EngineConfig) -> int:
     """Memory that leaves room for exactly so many blocks of TINY at a share of one half."""
-    return 2 * (TINY_PARAMETERS * 4 + count_activation_bytes(settings, TINY, 4) + num_blocks * 2048)
+    return 2 * (
+        TINY_PARAMETERS * 4
+        + count_activation_bytes(settings, TINY, REFERENCE, token_budget(settings, TINY, "cpu"))
+        + num_blocks * 2048
+    )
 
 
 def advice(error: ConfigError) -> list[str]:
@@ -64,7 +85,18 @@ class TestParameters:
 def test_activations_are_the_widest_layer_and_the_logits() -> None:
     settings = config(scheduler={"max_num_batched_tokens": 10, "max_num_seqs": 4})
     # 10 tokens * (3 * 8 + max(2 * 3 * 4, 3 * 16)) * 4 bytes + 2 * 4 rows * 100 * 4 bytes
-    assert count_activation_bytes(settings, TINY, 4) == 10 * 72 * 4 + 3200
+    assert count_activation_bytes(settings, TINY, REFERENCE, 10) == 10 * 72 * 4 + 3200
+    half = dataclasses.replace(REFERENCE, dtype="bfloat16")
+    assert count_activation_bytes(settings, TINY, half, 10) == 10 * 72 * 2 + 3200
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_activations_of_compiled_kernels_are_a_tile_in_float32(dtype: str) -> None:
+    """Beside it the hidden states of all tokens, and the logits once: their sampler needs no copy of them."""
+    native = Precision(dtype, "bfloat16", "", why_not_native="")
+    settings = config(scheduler={"max_num_seqs": 4})
+    assert count_activation_bytes(settings, TINY, native, 10) == 10 * 72 * 4 + 10 * 8 * 4 + 1600
+    assert count_activation_bytes(settings, TINY, native, 1000) == NATIVE_TILE_ROWS * 72 * 4 + 1000 * 8 * 4 + 1600
 
 
 class TestPool:
@@ -107,6 +139,19 @@ class TestPool:
         assert (plan.num_blocks, plan.max_model_len) == (10, 320)
         assert make_plan(settings, TINY, GIB).max_model_len == 1024
 
+    @pytest.mark.usefixtures("kernels")
+    def test_weights_in_the_form_that_they_are_held_in(self) -> None:
+        stored = dataclasses.replace(SMOLLM2, stored_quantization="Q4_1", stored_bytes=98_765_432)
+        plan = make_plan(config(), stored, 24 * GIB)
+        assert plan.weights_bytes == 98_765_432
+        assert plan.kv_bytes_per_token == 2 * 30 * 3 * 64 * 2
+        assert "134.5 M parameters as stored" in render(plan)
+        plan = make_plan(config(model={"quantization": "int8"}), stored, 24 * GIB)
+        assert plan.weights_bytes == 134_515_008
+        assert "134.5 M parameters in int8" in render(plan)
+        plan = make_plan(config(model={"quantization": "none"}), stored, 24 * GIB)
+        assert plan.weights_bytes == 4 * 134_515_008
+
     def test_kv_dtype_of_its_own(self) -> None:
         assert make_plan(config(cache={"dtype": "bfloat16"}), TINY, GIB).kv_bytes_per_token == 32
 
@@ -132,6 +177,12 @@ class TestDoesNotFit:
         assert self.refused(config(), SMOLLM2, GIB) == ["--dtype", "bfloat16"]
         assert make_plan(config(model={"dtype": "bfloat16"}), SMOLLM2, GIB).num_full_context_requests == 1
 
+    @pytest.mark.usefixtures("kernels")
+    def test_a_smaller_dtype_is_no_advice_where_weights_are_quantised(self) -> None:
+        with pytest.raises(ConfigError) as caught:
+            make_plan(config(model={"quantization": "int8"}), SMOLLM2, 200 << 20)
+        assert "--dtype" not in caught.value.message
+
     def test_too_few_blocks_given(self) -> None:
         assert self.refused(config(cache={"num_blocks": 5}), TINY, GIB) == ["--max-model-len", "160"]
 
@@ -156,15 +207,74 @@ class TestDoesNotFit:
         assert self.refused(whole, TINY, GIB) == ["--max-model-len", "512"]
 
 
-def test_dtypes() -> None:
-    half = ModelConfig("LlamaForCausalLM", 100, 8, 16, 2, 2, 1, 4, 1024, dtype="bfloat16")
-    odd = ModelConfig("LlamaForCausalLM", 100, 8, 16, 2, 2, 1, 4, 1024, dtype="float8_e4m3fn")
-    assert resolve_dtypes(config(), TINY, "cpu") == ("float32", "float32")
-    assert resolve_dtypes(config(), half, "cpu") == ("bfloat16", "bfloat16")
-    assert resolve_dtypes(config(), odd, "cpu") == ("float32", "float32")
-    assert resolve_dtypes(config(), odd, "cuda") == ("bfloat16", "bfloat16")
-    assert resolve_dtypes(config(model={"dtype": "float16"}), half, "cpu") == ("float16", "float16")
-    assert resolve_dtypes(config(cache={"dtype": "float32"}), half, "cpu") == ("bfloat16", "float32")
+class TestPrecision:
+    """Weights, KV, quantisation."""
+
+    def resolved(
+        self, checkpoint: ModelConfig, device: str = "cpu", **sections: dict[str, object]
+    ) -> tuple[str, str, str]:
+        precision = resolve_precision(config(**sections), checkpoint, device)
+        return precision.dtype, precision.kv_dtype, precision.quantization
+
+    def test_the_checkpoints_dtype_unless_another_is_asked_for(self) -> None:
+        half = dataclasses.replace(TINY, dtype="bfloat16")
+        odd = dataclasses.replace(TINY, dtype="float8_e4m3fn")
+        assert self.resolved(TINY) == ("float32", "float32", "")
+        assert self.resolved(half) == ("bfloat16", "bfloat16", "")
+        assert self.resolved(odd) == ("float32", "float32", "")
+        assert self.resolved(odd, "cuda") == ("bfloat16", "bfloat16", "")
+        assert self.resolved(half, model={"dtype": "float16"}) == ("float16", "float16", "")
+        assert self.resolved(half, cache={"dtype": "float32"}) == ("bfloat16", "float32", "")
+        assert self.resolved(half, model={"quantization": "int8"}) == ("bfloat16", "bfloat16", "int8")
+
+    @pytest.mark.usefixtures("kernels")
+    def test_compiled_kernels_keep_what_is_quantised(self) -> None:
+        stored = dataclasses.replace(SMOLLM2, stored_quantization="Q4_1")
+        assert self.resolved(stored) == ("float32", "bfloat16", "stored")
+        assert self.resolved(stored, cache={"dtype": "float32"}) == ("float32", "float32", "stored")
+        assert self.resolved(stored, model={"quantization": "none"}) == ("float32", "float32", "")
+        assert self.resolved(stored, model={"dtype": "bfloat16"}) == ("bfloat16", "bfloat16", "")
+        assert self.resolved(stored, model={"quantization": "int8"}) == ("float32", "bfloat16", "int8")
+        assert self.resolved(SMOLLM2) == ("float32", "float32", "")
+        assert self.resolved(SMOLLM2, model={"quantization": "int8"}) == ("float32", "bfloat16", "int8")
+
+    @pytest.mark.usefixtures("kernels")
+    def test_compiled_kernels_have_no_cache_of_float16(self) -> None:
+        half = dataclasses.replace(SMOLLM2, dtype="float16")
+        assert self.resolved(half) == ("float16", "bfloat16", "")
+        assert self.resolved(half, cache={"dtype": "float16"}) == ("float16", "float16", "")
+
+    def test_without_kernels_nothing_is_kept(self) -> None:
+        stored = dataclasses.replace(SMOLLM2, stored_quantization="Q4_1")
+        assert self.resolved(stored) == ("float32", "float32", "")
+
+    @pytest.mark.parametrize(
+        ("model", "cache", "why"),
+        [
+            ({}, {}, ""),
+            ({"head_dim": 256}, {"block_size": 16}, ""),
+            ({}, {"block_size": 24}, "block size 24 is not a multiple of 16"),
+            ({"head_dim": 72}, {}, "head size 72 is not a multiple of 16 up to 256"),
+            ({"head_dim": 320}, {}, "head size 320 is not a multiple of 16 up to 256"),
+            ({}, {"dtype": "float16"}, "a KV cache of float16 has no kernels"),
+        ],
+    )
+    @pytest.mark.usefixtures("kernels")
+    def test_what_compiled_kernels_need(self, model: dict, cache: dict, why: str) -> None:
+        precision = resolve_precision(config(cache=cache), dataclasses.replace(SMOLLM2, **model), "cpu")
+        assert precision.why_not_native == why
+        assert precision.is_native == (not why)
+
+    def test_where_there_are_none_the_reason_is_the_librarys(self) -> None:
+        precision = resolve_precision(config(), SMOLLM2, "cpu")
+        assert precision.why_not_native == library.describe().removeprefix("none: ")
+        assert not precision.is_native
+
+    @pytest.mark.usefixtures("kernels")
+    def test_another_device_has_no_use_for_them(self) -> None:
+        precision = resolve_precision(config(), SMOLLM2, "cuda")
+        assert precision.why_not_native is None
+        assert not precision.is_native
 
 
 def test_resolved_context() -> None:
@@ -200,3 +310,11 @@ def test_render_says_the_numbers() -> None:
     assert "10 blocks of 32 = 320 tokens in float32, 64 B a token" in text
     assert "requests of 64 tokens at once (at most 4 run)" in text
     assert "KV cache size decided by the number of blocks given" in text
+
+
+def test_token_budget_suits_the_device() -> None:
+    assert token_budget(config(), TINY, "cpu") == 256
+    assert token_budget(config(), TINY, "cuda") == 2048
+    assert token_budget(config(scheduler={"max_num_batched_tokens": 77}), TINY, "cpu") == 77
+    unsplit = config(scheduler={"enable_chunked_prefill": False})
+    assert token_budget(unsplit, dataclasses.replace(TINY, max_position_embeddings=5000), "cpu") == 5000

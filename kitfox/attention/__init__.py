@@ -1,5 +1,5 @@
 """Attention over the paged cache: plan once per step, run once per layer."""
 
-from kitfox.attention.backend import AttentionBackend, ForwardBatch, make_attention_backend
+from kitfox.attention.backend import AttentionBackend, ForwardBatch, HeadNorm, make_attention_backend
 
-__all__ = ["AttentionBackend", "ForwardBatch", "make_attention_backend"]
+__all__ = ["AttentionBackend", "ForwardBatch", "HeadNorm", "make_attention_backend"]

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from typing import Protocol
 
-import torch
 from torch import Tensor
+
+from kitfox.kernels.interface import Kernels
 
 
 @dataclass(frozen=True)
@@ -19,7 +21,7 @@ class ForwardBatch:
         block_table: [R, max_blocks] int32; entries past a request's length are ignored.
         seq_lens: [R] int32, in tokens, this step included.
         query_start_loc: [R + 1] int32, exclusive prefix sum of query lengths.
-        kv_caches: one [N, 2, S, K, D] per layer.
+        kv_caches: one per layer, from `Kernels.make_kv_cache`.
     """
 
     token_ids: Tensor
@@ -32,42 +34,68 @@ class ForwardBatch:
     attention: AttentionBackend
 
 
+class HeadNorm(Protocol):
+    """An RMSNorm over each head: `layers.norm.RMSNorm`."""
+
+    weight: Tensor
+    eps: float
+    offset: float
+
+
 class AttentionBackend(ABC):
-    """Attention over the paged cache. `plan` comes before the first `run` of a step."""
+    """Attention over the paged cache. `plan` comes before the first layer of a step."""
 
     @abstractmethod
     def plan(self, batch: ForwardBatch) -> None:
         """Build what every layer of this step shares; replaces the previous step's plan."""
 
     @abstractmethod
-    def run(
+    def rotate_and_write(
         self,
         layer: int,
         q: Tensor,
         k: Tensor,
         v: Tensor,
         batch: ForwardBatch,
+        rotary_table: Tensor,
+        *,
+        q_norm: HeadNorm | None,
+        k_norm: HeadNorm | None,
+    ) -> Tensor:
+        """Norm the heads of q and k where norms are given, rotate them, and write k and v into the layer's cache.
+
+        Args:
+            layer: index into batch.kv_caches, which changes.
+            q: [T, H * D].
+            k, v: [T, K * D].
+            rotary_table: from `kernels.reference.rotary_tables`.
+
+        Returns:
+            q, [T, H * D].
+        """
+
+    @abstractmethod
+    def run(
+        self,
+        layer: int,
+        q: Tensor,
+        batch: ForwardBatch,
         *,
         scale: float,
         window: int | None,
         softcap: float | None,
     ) -> Tensor:
-        """Write k and v into the layer's cache, then attend.
-
-        Args:
-            layer: index into batch.kv_caches, which changes.
-            q: [T, H, D].
-            k, v: [T, K, D].
-            scale, window, softcap: as in `kernels.reference.paged_attention`.
+        """Attend q [T, H * D] to the layer's cache; scale, window, softcap as in `kernels.reference.paged_attention`.
 
         Returns:
-            [T, H, D], dtype of q.
+            [T, H * D], dtype of q.
         """
 
 
-def make_attention_backend(device: torch.device | str) -> AttentionBackend:
-    """The best backend there is for tensors on a device."""
+def make_attention_backend(kernels: Kernels) -> AttentionBackend:
+    """The backend that reads the caches of these kernels."""
+    from kitfox.attention.native import NativeAttention
     from kitfox.attention.reference import ReferenceAttention
+    from kitfox.kernels.native import NativeKernels
 
-    assert torch.device(device).type in ("cpu", "cuda"), f"no attention backend runs on {device}"
-    return ReferenceAttention()
+    return NativeAttention(kernels) if isinstance(kernels, NativeKernels) else ReferenceAttention()

@@ -134,13 +134,14 @@ def async_llm(config: EngineConfig) -> AsyncLLM:
     """
     from kitfox.engine.async_llm import AsyncLLM
     from kitfox.engine.client import ProcessClient
-    from kitfox.plan import make_plan
+    from kitfox.plan import make_plan, settle
     from kitfox.weights.hub import resolve_model
     from kitfox.weights.model_config import read_model_config
 
     path = resolve_model(config.model.model, revision=config.model.revision).path
     model_config = read_model_config(path)
     plan = make_plan(config, model_config)
+    config = settle(config, plan)
     return AsyncLLM(
         config,
         model_config,

@@ -33,7 +33,7 @@ class LLM:
             ConfigError: an option nobody knows, or a value out of range.
         """
         from kitfox.engine.launch import load_core
-        from kitfox.plan import make_plan
+        from kitfox.plan import make_plan, settle
         from kitfox.weights.hub import resolve_model
         from kitfox.weights.model_config import read_model_config
 
@@ -41,6 +41,7 @@ class LLM:
         path = resolve_model(self.config.model.model, revision=self.config.model.revision).path
         self.model_config = read_model_config(path)
         plan = make_plan(self.config, self.model_config)
+        self.config = settle(self.config, plan)
         self.max_model_len = plan.max_model_len
         tokenizer_path = Path(self.config.model.tokenizer) if self.config.model.tokenizer else path
         self.tokenizer = load_tokenizer(tokenizer_path, self.config.model.chat_template)

@@ -85,7 +85,9 @@ class Scheduler:
     def schedule(self) -> SchedulerOutput:
         """Give this step's token budget out: running requests first, then waiting ones."""
         self._step += 1
-        step = _StepInProgress(self.config.max_num_batched_tokens)
+        budget = self.config.max_num_batched_tokens
+        assert budget is not None, "the plan has settled the token budget"
+        step = _StepInProgress(budget)
         self._schedule_running(step)
         if not self._preempted_ids:
             self._schedule_waiting(step)

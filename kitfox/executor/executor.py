@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
-import math
+import logging
 import os
 import time
 from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
 import torch
 
 from kitfox.config import EngineConfig, ModelConfig
 from kitfox.errors import ConfigError
 from kitfox.executor.model_runner import ModelRunner
+from kitfox.kernels import library
+from kitfox.kernels.interface import Kernels
 from kitfox.models import make_model
-from kitfox.plan import resolve_dtypes, resolve_max_model_len
+from kitfox.plan import Precision, resolve_max_model_len, resolve_precision
 from kitfox.step import ModelRunnerOutput, SchedulerOutput
 
+logger = logging.getLogger("kitfox.executor")
+
 TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+# From here on a thread that the system moves costs more than it gains: the others wait for it.
+FEWEST_PINNED_THREADS = 8
 
 
 class Executor:
@@ -33,47 +38,101 @@ class Executor:
         on_phase: Callable[[str, float], None] = lambda name, seconds: None,
     ):
         self.device = _choose_device(config.device.device)
-        if self.device.type == "cpu":
-            torch.set_num_threads(config.device.num_threads or _available_cores())
-        dtype, kv_dtype = resolve_dtypes(config, model_config, self.device.type)
+        precision = resolve_precision(config, model_config, self.device.type)
         started = time.monotonic()
-        self.model = make_model(model_config, TORCH_DTYPES[dtype], self.device)
+        self.kernels = make_kernels(config, precision, self.device)
+        self.model = make_model(model_config, self.kernels)
         if config.model.load_format == "dummy":
             self.model.init_random_weights(config.model.seed)
         else:
             from kitfox.weights.loader import iter_weights
 
-            self.model.load_weights(iter_weights(path, model_config))
+            self.model.load_weights(iter_weights(path, model_config, keep_quantized=self.kernels.keeps_quantized))
         on_phase("load weights", time.monotonic() - started)
         started = time.monotonic()
-        kv_shape = (num_blocks, 2, config.cache.block_size, model_config.num_kv_heads, model_config.head_dim)
-        kv_caches = [_zeros(kv_shape, TORCH_DTYPES[kv_dtype], self.device) for _ in range(model_config.num_layers)]
+        kv_shape = (num_blocks, config.cache.block_size, model_config.num_kv_heads, model_config.head_dim)
+        kv_caches = [self.kernels.make_kv_cache(*kv_shape) for _ in range(model_config.num_layers)]
         self.runner = ModelRunner(
             self.model,
             kv_caches,
-            self.device,
             max_num_seqs=config.scheduler.max_num_seqs,
             max_model_len=resolve_max_model_len(config, model_config),
             block_size=config.cache.block_size,
             seed=config.model.seed,
+            enforce_eager=config.device.enforce_eager,
         )
-        on_phase("allocate KV cache", time.monotonic() - started)
+        on_phase("allocate and capture", time.monotonic() - started)
+        logger.info("%s, %s", self.kernels.description, self.runner.description)
 
     def execute(self, scheduled: SchedulerOutput) -> ModelRunnerOutput:
         """Run one step; blocks until its tokens are known."""
         return self.runner.execute(scheduled)
 
 
-def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Zeros; on CPU in memory that the system maps only when a block is first written, so a large pool is free."""
+def make_kernels(config: EngineConfig, precision: Precision, device: torch.device) -> Kernels:
+    """The best kernels for a device, with their threads started."""
+    dtype, kv_dtype = TORCH_DTYPES[precision.dtype], TORCH_DTYPES[precision.kv_dtype]
+    int8 = precision.quantization == "int8"
     if device.type != "cpu":
-        return torch.zeros(shape, dtype=dtype, device=device)
-    num_bytes = math.prod(shape) * dtype.itemsize
-    return torch.from_numpy(np.zeros(num_bytes, dtype=np.uint8)).view(dtype).view(shape)
+        from kitfox.kernels.torch_kernels import TorchKernels
+
+        return TorchKernels(device, dtype, kv_dtype, int8=int8)
+    cores = _cores_to_use(config.device.num_threads)
+    if precision.is_native:
+        from kitfox.kernels.native import NativeKernels
+
+        loaded = library.load()
+        assert loaded is not None, "the precision says that there are native kernels"
+        torch.set_num_threads(1)  # what little torch still computes is not worth waking a second pool for
+        pins = config.device.pin_threads
+        pin = len(cores) >= FEWEST_PINNED_THREADS if pins is None else pins
+        return NativeKernels(
+            loaded,
+            library.describe(),
+            dtype=dtype,
+            kv_dtype=kv_dtype,
+            num_threads=len(cores),
+            cores=cores if pin else (),
+            int8=int8,
+            keeps_quantized=precision.quantization == "stored",
+        )
+    from kitfox.kernels.torch_kernels import TorchKernels
+
+    torch.set_num_threads(len(cores))
+    return TorchKernels(device, dtype, kv_dtype, int8=int8, why=precision.why_not_native or "")
 
 
-def _available_cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+def _cores_to_use(num_threads: int) -> list[int]:
+    """One core a thread. By default those of one NUMA node: a barrier across nodes costs more than the other cores add
+    to a small model, and weights are read from the node that packed them.
+    """
+    allowed = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
+    if num_threads:
+        return [allowed[index % len(allowed)] for index in range(num_threads)]
+    nodes = [sorted(set(node) & set(allowed)) for node in _numa_nodes()]
+    return max(nodes, key=len, default=[]) or allowed
+
+
+def _numa_nodes() -> list[list[int]]:
+    """The cores of each NUMA node, one of each pair that shares its arithmetic units; empty where unknown."""
+    nodes = []
+    for path in sorted(Path("/sys/devices/system/node").glob("node*/cpulist")):
+        cores = _parse_cores(path.read_text())
+        siblings = Path("/sys/devices/system/cpu")
+        firsts = []
+        for core in cores:
+            listed = siblings / f"cpu{core}" / "topology" / "thread_siblings_list"
+            shared = _parse_cores(listed.read_text()) if listed.exists() else [core]
+            if core == min(shared):
+                firsts.append(core)
+        nodes.append(firsts)
+    return nodes
+
+
+def _parse_cores(text: str) -> list[int]:
+    """ "0-3,8" to [0, 1, 2, 3, 8]."""
+    ranges = [part.split("-") for part in text.strip().split(",") if part]
+    return [core for first, *last in ranges for core in range(int(first), int(last[0] if last else first) + 1)]
 
 
 def _choose_device(name: str) -> torch.device:

@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kitfox.request import SamplingParams
+from kitfox.sampling.sampler import is_plain_greedy
 from kitfox.step import CachedRequest, NewRequest, SchedulerOutput
 
 
@@ -25,6 +26,7 @@ class RequestRow:
     num_blocks: int
     num_computed_tokens: int
     seed: int
+    is_plain_greedy: bool
 
 
 @dataclass(frozen=True)
@@ -95,6 +97,7 @@ class InputBatch:
             num_blocks=num_blocks,
             num_computed_tokens=new.num_computed_tokens,
             seed=self._seed_of(new.request_id) if seed is None else seed,
+            is_plain_greedy=is_plain_greedy(new.sampling, new.stop_token_ids),
         )
 
     def _seed_of(self, request_id: str) -> int:

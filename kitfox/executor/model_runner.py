@@ -6,11 +6,18 @@ import torch
 
 from kitfox.attention.backend import ForwardBatch, make_attention_backend
 from kitfox.executor.input_batch import InputBatch, RequestRow, StepInputs
-from kitfox.kernels import reference
+from kitfox.executor.step_program import StepProgram
+from kitfox.kernels.native import NativeKernels
 from kitfox.models import Model
 from kitfox.outputs import TokenLogprobs
+from kitfox.sampling.native_sampler import NativeSampler
 from kitfox.sampling.sampler import Sampler, SamplingRow, prompt_logprobs
 from kitfox.step import BlockCopy, ModelRunnerOutput, SchedulerOutput
+
+NO_TOKEN = (
+    "no token could be chosen: the model's logits hold NaN or infinity, or every token was ruled out "
+    "(logit_bias, min_tokens)"
+)
 
 
 class ModelRunner:
@@ -20,20 +27,35 @@ class ModelRunner:
         self,
         model: Model,
         kv_caches: list[torch.Tensor],
-        device: torch.device,
         *,
         max_num_seqs: int,
         max_model_len: int,
         block_size: int,
         seed: int,
+        enforce_eager: bool = False,
     ):
-        """kv_caches: one [N, 2, S, K, D] per layer."""
+        """kv_caches: one per layer, from the model's kernels."""
         self.model = model
         self.kv_caches = kv_caches
-        self.device = device
-        self.attention = make_attention_backend(device)
-        self.sampler = Sampler()
+        self.device = model.kernels.device
+        self.attention = make_attention_backend(model.kernels)
+        self.program: StepProgram | None = None
+        self.description = "eager steps"
+        native: NativeSampler | None = None
+        if isinstance(model.kernels, NativeKernels):
+            native = NativeSampler(model.kernels.library, model.kernels.context)
+            if not enforce_eager:
+                self._capture(model.kernels)
+        self.native_sampler = native
+        self.sampler = Sampler(native)
         self.input_batch = InputBatch(max_num_seqs, max_model_len, block_size, seed)
+
+    def _capture(self, kernels: NativeKernels) -> None:
+        try:
+            self.program = StepProgram(self.model, kernels, self.kv_caches)
+            self.description = "captured steps"
+        except (AttributeError, TypeError) as error:
+            self.description = f"eager steps ({type(self.model).__name__} cannot be captured: {error})"
 
     @torch.inference_mode()
     def execute(self, scheduled: SchedulerOutput) -> ModelRunnerOutput:
@@ -43,7 +65,10 @@ class ModelRunner:
         if not scheduled.num_scheduled_tokens:
             return ModelRunnerOutput()
         step = self.input_batch.gather(scheduled.num_scheduled_tokens)
-        hidden = self.model.forward(self._forward_batch(step))  # [T, hidden]
+        batch = self._forward_batch(step)
+        if self.program is None:
+            self.attention.plan(batch)
+        hidden = self.model.forward(batch) if self.program is None else self.program.replay(batch)  # [T, hidden]
         prompt = self._prompt_logprobs(step, hidden)
         sampled, logprobs, errors = self._sample(step, hidden)
         return ModelRunnerOutput(sampled_token_ids=sampled, logprobs=logprobs, prompt_logprobs=prompt, errors=errors)
@@ -55,13 +80,13 @@ class ModelRunner:
             1
         )
         for kv_cache in self.kv_caches:
-            reference.copy_blocks(kv_cache, src, dst, num_tokens)
+            self.model.kernels.copy_blocks(kv_cache, src, dst, num_tokens)
 
     def _forward_batch(self, step: StepInputs) -> ForwardBatch:
         def to_device(array: object) -> torch.Tensor:
             return torch.as_tensor(array).to(self.device, non_blocking=True)
 
-        batch = ForwardBatch(
+        return ForwardBatch(
             token_ids=to_device(step.token_ids),
             positions=to_device(step.positions),
             slot_mapping=to_device(step.slot_mapping),
@@ -71,29 +96,35 @@ class ModelRunner:
             kv_caches=self.kv_caches,
             attention=self.attention,
         )
-        self.attention.plan(batch)
-        return batch
 
     def _sample(
         self, step: StepInputs, hidden: torch.Tensor
     ) -> tuple[dict[str, list[int]], dict[str, list[TokenLogprobs]], dict[str, str]]:
+        last_tokens = step.query_start_loc[1:] - 1
         rows = [row for row, samples in zip(step.rows, step.samples, strict=True) if samples]
-        if not rows:
-            return {}, {}, {}
-        last = torch.as_tensor(step.query_start_loc[1:][step.samples] - 1).to(self.device)
-        logits = self.model.compute_logits(hidden[last])  # [n, V] float32
-        token_ids, logprobs = self.sampler.sample(logits, [self._sampling_row(row) for row in rows])
-        sampled: dict[str, list[int]] = {}
+        indices = last_tokens[step.samples].tolist()
+        plain = [i for i, row in enumerate(rows) if row.is_plain_greedy]
+        others = [i for i, row in enumerate(rows) if not row.is_plain_greedy]
+        token_ids: list[int | None] = [None] * len(rows)
         reported: dict[str, list[TokenLogprobs]] = {}
+        if plain:
+            for i, largest in zip(plain, self.model.greedy_tokens(hidden[[indices[i] for i in plain]]), strict=True):
+                token_ids[i] = largest if largest >= 0 else None
+        if others:
+            logits = self.model.compute_logits(hidden[[indices[i] for i in others]])  # [n, V] float32
+            chosen, logprobs = self.sampler.sample(logits, [self._sampling_row(rows[i]) for i in others])
+            for i, token_id, logprob in zip(others, chosen, logprobs, strict=True):
+                token_ids[i] = token_id
+                if logprob is not None:
+                    reported[rows[i].request_id] = [logprob]
+        sampled: dict[str, list[int]] = {}
         errors: dict[str, str] = {}
-        for row, token_id, logprob in zip(rows, token_ids, logprobs, strict=True):
+        for row, token_id in zip(rows, token_ids, strict=True):
             if token_id is None:
-                errors[row.request_id] = "the model's logits are not numbers"
-                continue
-            self.input_batch.append_sampled(row, token_id)
-            sampled[row.request_id] = [token_id]
-            if logprob is not None:
-                reported[row.request_id] = [logprob]
+                errors[row.request_id] = NO_TOKEN
+            else:
+                self.input_batch.append_sampled(row, token_id)
+                sampled[row.request_id] = [token_id]
         return sampled, reported, errors
 
     def _sampling_row(self, row: RequestRow) -> SamplingRow:
@@ -119,6 +150,10 @@ class ModelRunner:
             start = int(step.query_start_loc[index])
             targets = self.input_batch.tokens(row, first + 1, end + 1).tolist()
             reported[row.request_id] = prompt_logprobs(
-                self.model.compute_logits, hidden[start : start + end - first], targets, num_top
+                self.model.compute_logits,
+                hidden[start : start + end - first],
+                targets,
+                num_top,
+                native=self.native_sampler,
             )
         return reported

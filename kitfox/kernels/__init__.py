@@ -1,1 +1,1 @@
-"""One function per op; `reference` is the definition of each."""
+"""The ops of a forward pass: `reference` defines them, `native` computes them fast; `library` needs no torch."""

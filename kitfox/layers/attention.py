@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor, nn
 
 from kitfox.attention.backend import ForwardBatch
 from kitfox.config import ModelConfig
-from kitfox.kernels import reference
+from kitfox.kernels.interface import Kernels
 from kitfox.layers.linear import Linear
 from kitfox.layers.norm import RMSNorm
 
@@ -19,31 +18,20 @@ class SelfAttention(nn.Module):
     window through the arguments.
     """
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        layer: int,
-        *,
-        qk_norm: bool,
-        norm_offset: float = 0.0,
-        dtype: torch.dtype,
-        device: torch.device,
-    ):
+    def __init__(self, config: ModelConfig, layer: int, *, qk_norm: bool, norm_offset: float = 0.0, kernels: Kernels):
         super().__init__()
         self.layer = layer
-        self.num_heads, self.num_kv_heads, self.head_dim = config.num_heads, config.num_kv_heads, config.head_dim
-        hidden, bias = config.hidden_size, config.attention_bias
-        query_size, kv_size = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
-        self.q_proj = Linear(hidden, query_size, bias=bias, dtype=dtype, device=device)
-        self.k_proj = Linear(hidden, kv_size, bias=bias, dtype=dtype, device=device)
-        self.v_proj = Linear(hidden, kv_size, bias=bias, dtype=dtype, device=device)
-        self.o_proj = Linear(query_size, hidden, bias=config.attention_output_bias, dtype=dtype, device=device)
+        hidden, bias, head_dim = config.hidden_size, config.attention_bias, config.head_dim
+        query_size, kv_size = config.num_heads * head_dim, config.num_kv_heads * head_dim
+        self.q_proj = Linear(hidden, query_size, bias=bias, kernels=kernels)
+        self.k_proj = Linear(hidden, kv_size, bias=bias, kernels=kernels)
+        self.v_proj = Linear(hidden, kv_size, bias=bias, kernels=kernels)
+        self.o_proj = Linear(query_size, hidden, bias=config.attention_output_bias, kernels=kernels)
         self.q_norm: RMSNorm | None = None
         self.k_norm: RMSNorm | None = None
         if qk_norm:
-            eps = config.rms_norm_eps
-            self.q_norm = RMSNorm(self.head_dim, eps, offset=norm_offset, dtype=dtype, device=device)
-            self.k_norm = RMSNorm(self.head_dim, eps, offset=norm_offset, dtype=dtype, device=device)
+            self.q_norm = RMSNorm(head_dim, config.rms_norm_eps, offset=norm_offset, kernels=kernels)
+            self.k_norm = RMSNorm(head_dim, config.rms_norm_eps, offset=norm_offset, kernels=kernels)
         self.scale = config.softmax_scale
         self.softcap = config.attention_softcap
         slides = bool(config.sliding_layers) and config.sliding_layers[layer]
@@ -51,14 +39,9 @@ class SelfAttention(nn.Module):
 
     def forward(self, x: Tensor, batch: ForwardBatch, rotary_table: Tensor) -> Tensor:
         """x [T, hidden] to [T, hidden]; writes this step's keys and values into the layer's cache."""
-        q = self.q_proj(x).view(-1, self.num_heads, self.head_dim)  # [T, H, D]
-        k = self.k_proj(x).view(-1, self.num_kv_heads, self.head_dim)  # [T, K, D]
-        v = self.v_proj(x).view(-1, self.num_kv_heads, self.head_dim)
-        if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
-        q = reference.apply_rotary(q, rotary_table, batch.positions)
-        k = reference.apply_rotary(k, rotary_table, batch.positions)
-        attended = batch.attention.run(
-            self.layer, q, k, v, batch, scale=self.scale, window=self.window, softcap=self.softcap
+        q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)  # [T, H * D], [T, K * D] twice
+        q = batch.attention.rotate_and_write(
+            self.layer, q, k, v, batch, rotary_table, q_norm=self.q_norm, k_norm=self.k_norm
         )
-        return self.o_proj(attended.reshape(x.shape[0], -1))
+        attended = batch.attention.run(self.layer, q, batch, scale=self.scale, window=self.window, softcap=self.softcap)
+        return self.o_proj(attended)

@@ -5,22 +5,31 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from kitfox.kernels import reference
+from kitfox.kernels.interface import Kernels, Matrix
+from kitfox.layers.weights import place
 
 
 class Embedding(nn.Module):
     """weight is [V, hidden]."""
 
-    def __init__(self, vocab_size: int, hidden_size: int, *, dtype: torch.dtype, device: torch.device):
-        super().__init__()
-        weight = torch.empty(vocab_size, hidden_size, dtype=dtype, device=device)
-        self.weight = nn.Parameter(weight, requires_grad=False)
+    weight: Matrix
 
-    def forward(self, token_ids: Tensor) -> Tensor:
-        """[T] int64 to [T, hidden]."""
-        return reference.embedding(token_ids, self.weight)
+    def __init__(self, vocab_size: int, hidden_size: int, *, kernels: Kernels):
+        super().__init__()
+        self.kernels = kernels
+        self.weight = place(vocab_size, hidden_size)
+
+    def forward(self, token_ids: Tensor, scale: float = 1.0) -> Tensor:
+        """[T] int64 to [T, hidden], times scale."""
+        return self.kernels.embedding(token_ids, self.weight, scale=scale)
 
     def logits(self, hidden: Tensor, softcap: float | None) -> Tensor:
         """hidden [n, hidden] to [n, V] float32."""
-        logits = reference.linear(hidden, self.weight).float()
-        return logits if softcap is None else torch.tanh(logits / softcap) * softcap
+        return self.kernels.linear(hidden, self.weight, softcap=softcap).float()
+
+    def greedy_tokens(self, hidden: Tensor, softcap: float | None) -> list[int]:
+        """Where the logits of each row of hidden [n, hidden] are largest; -1 where `linear_argmax` gives that."""
+        if softcap is None:
+            return self.kernels.linear_argmax(hidden, self.weight)
+        largest, ids = self.logits(hidden, softcap).max(dim=-1)  # the cap may make equals of different numbers
+        return torch.where(largest.isfinite(), ids, -1).tolist()

@@ -1,23 +1,25 @@
-"""Linear layers: where a weight lives and how it multiplies. Quantisation and tensor parallelism belong here."""
+"""Linear layers: where a weight lives and how it multiplies. Tensor parallelism belongs here."""
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor, nn
 
-from kitfox.kernels import reference
+from kitfox.kernels.interface import Kernels, Matrix
+from kitfox.layers.weights import place
 
 
 class Linear(nn.Module):
-    """y = x @ weight.T + bias. weight is [O, I]; its memory is not initialised before weights are loaded."""
+    """y = x @ weight.T + bias, with weight [O, I]."""
 
-    def __init__(self, in_size: int, out_size: int, *, bias: bool, dtype: torch.dtype, device: torch.device):
+    weight: Matrix
+    bias: Tensor | None
+
+    def __init__(self, in_size: int, out_size: int, *, bias: bool, kernels: Kernels):
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(out_size, in_size, dtype=dtype, device=device), requires_grad=False)
-        self.bias: nn.Parameter | None = None
-        if bias:
-            self.bias = nn.Parameter(torch.empty(out_size, dtype=dtype, device=device), requires_grad=False)
+        self.kernels = kernels
+        self.weight = place(out_size, in_size)
+        self.bias = place(out_size) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
         """x [T, I] to [T, O]."""
-        return reference.linear(x, self.weight, self.bias)
+        return self.kernels.linear(x, self.weight, self.bias)

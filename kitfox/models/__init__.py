@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import torch
-
 from kitfox.config import ModelConfig
 from kitfox.errors import UnsupportedModelError
+from kitfox.kernels.interface import Kernels
 from kitfox.models.decoder import Model
 from kitfox.models.gemma3 import Gemma3Model
 from kitfox.models.llama import LlamaModel
@@ -23,7 +22,7 @@ ARCHITECTURES: dict[str, type[Model]] = {
 }
 
 
-def make_model(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> Model:
+def make_model(config: ModelConfig, kernels: Kernels) -> Model:
     """The model of `config.architecture` with weights not yet filled in.
 
     Raises:
@@ -34,4 +33,4 @@ def make_model(config: ModelConfig, dtype: torch.dtype, device: torch.device) ->
         raise UnsupportedModelError(
             f"architecture {config.architecture} is not supported; supported are {', '.join(ARCHITECTURES)}"
         )
-    return family(config, dtype=dtype, device=device)
+    return family(config, kernels)

@@ -12,8 +12,11 @@ from kitfox.attention.backend import ForwardBatch
 from kitfox.config import ModelConfig
 from kitfox.errors import WeightsError
 from kitfox.kernels import reference
+from kitfox.kernels.interface import Kernels
+from kitfox.kernels.quantized import QuantizedWeight
 from kitfox.layers.embedding import Embedding
 from kitfox.layers.norm import RMSNorm
+from kitfox.layers.weights import empty_places
 
 SHOWN_NAMES = 5
 
@@ -26,23 +29,20 @@ class Model(nn.Module, ABC):
 
     norm_offset = 0.0  # Gemma stores norm weights minus one
 
-    def __init__(self, config: ModelConfig, *, dtype: torch.dtype, device: torch.device):
+    def __init__(self, config: ModelConfig, kernels: Kernels):
         super().__init__()
         self.config = config
-        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, dtype=dtype, device=device)
-        self.layers = nn.ModuleList(
-            self.make_layer(layer, dtype=dtype, device=device) for layer in range(config.num_layers)
-        )
-        self.norm = RMSNorm(
-            config.hidden_size, config.rms_norm_eps, offset=self.norm_offset, dtype=dtype, device=device
-        )
+        self.kernels = kernels
+        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, kernels=kernels)
+        self.layers = nn.ModuleList(self.make_layer(layer) for layer in range(config.num_layers))
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, offset=self.norm_offset, kernels=kernels)
         self.lm_head = self.embed_tokens
         if not config.tie_word_embeddings:
-            self.lm_head = Embedding(config.vocab_size, config.hidden_size, dtype=dtype, device=device)
-        self.rotary_table = reference.rotary_tables(config, local=False, device=device)
+            self.lm_head = Embedding(config.vocab_size, config.hidden_size, kernels=kernels)
+        self.rotary_table = reference.rotary_tables(config, local=False, device=kernels.device)
 
     @abstractmethod
-    def make_layer(self, layer: int, *, dtype: torch.dtype, device: torch.device) -> nn.Module:
+    def make_layer(self, layer: int) -> nn.Module:
         """The decoder layer with index `layer`; called as layer(x, batch, rotary_table)."""
 
     def embed(self, token_ids: Tensor) -> Tensor:
@@ -64,39 +64,48 @@ class Model(nn.Module, ABC):
         """hidden [n, hidden] to [n, V] float32."""
         return self.lm_head.logits(hidden, self.config.logit_softcap)
 
+    def greedy_tokens(self, hidden: Tensor) -> list[int]:
+        """The index of the largest logit for each of hidden [n, hidden]; -1 where there is none."""
+        return self.lm_head.greedy_tokens(hidden, self.config.logit_softcap)
+
     # ---- weights ------------------------------------------------------------------------------------------------
 
-    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Copy a checkpoint's tensors into place, converted to the model's dtype.
+    def load_weights(self, weights: Iterable[tuple[str, Tensor | QuantizedWeight]]) -> None:
+        """Put a checkpoint's tensors in their places, in the form that the kernels want.
 
         Raises:
-            WeightsError: a tensor is missing, unexpected, repeated, quantised or of the wrong shape; the message names
-                it.
+            WeightsError: a tensor is missing, unexpected, repeated, of integers or of the wrong shape; the message
+                names it.
         """
-        parameters = {name: p for name, p in self.named_parameters() if not name.startswith("lm_head.")}
-        if self.lm_head is not self.embed_tokens:
-            parameters["lm_head.weight"] = self.lm_head.weight
-        missing = set(parameters)
+        places = empty_places(self)
+        missing = set(places)
         for stored_name, tensor in weights:
             name = stored_name.removeprefix("model.")
             if self.is_derivable(name):
                 continue
-            parameter = parameters.get(name)
-            if parameter is None:
+            if name not in places:
                 raise WeightsError(f"unexpected tensor {stored_name} of shape {list(tensor.shape)}")
-            if parameter.shape != tensor.shape:
-                expected = list(parameter.shape)
+            layer, attribute, shape = places[name]
+            if shape != tensor.shape:
+                expected = list(shape)
                 raise WeightsError(f"tensor {stored_name} has shape {list(tensor.shape)}, expected {expected}")
-            if not tensor.is_floating_point():  # a quantised weight: converted, its codes would pass for numbers
+            if isinstance(tensor, Tensor) and not tensor.is_floating_point():  # codes would pass for numbers
                 raise WeightsError(f"tensor {stored_name} has dtype {tensor.dtype}, expected floating point")
             if name not in missing:
                 raise WeightsError(f"tensor {stored_name} is in the checkpoint more than once")
-            parameter.data.copy_(tensor)
+            self._fill(layer, attribute, tensor)
             missing.remove(name)
+            del tensor  # or two of them would be in memory while the next is read
         if missing:
             names = sorted(name if name.startswith("lm_head.") else f"model.{name}" for name in missing)
             more = f" and {len(names) - SHOWN_NAMES} more" if len(names) > SHOWN_NAMES else ""
             raise WeightsError(f"missing tensors: {', '.join(names[:SHOWN_NAMES])}{more}")
+
+    def _fill(self, layer: nn.Module, attribute: str, tensor: Tensor | QuantizedWeight) -> None:
+        if isinstance(tensor, Tensor) and tensor.dim() == 1:
+            setattr(layer, attribute, self.kernels.vector(tensor))
+        else:
+            setattr(layer, attribute, self.kernels.matrix(tensor))
 
     def is_derivable(self, name: str) -> bool:
         """Stored tensors that hold nothing new: rotary frequencies, and the head where it is the embedding."""
@@ -107,10 +116,8 @@ class Model(nn.Module, ABC):
     def init_random_weights(self, seed: int) -> None:
         """Fill every weight from N(0, 0.02) and make every norm the identity: for tests and sizing."""
         generator = torch.Generator().manual_seed(seed)
-        for module in self.modules():
-            if isinstance(module, RMSNorm):
-                module.weight.data.fill_(1.0 - module.offset)
+        for layer, attribute, shape in empty_places(self).values():
+            if isinstance(layer, RMSNorm):
+                self._fill(layer, attribute, torch.full(shape, 1.0 - layer.offset))
             else:
-                for parameter in module.parameters(recurse=False):
-                    noise = torch.empty(parameter.shape, dtype=torch.float32).normal_(0, 0.02, generator=generator)
-                    parameter.data.copy_(noise)
+                self._fill(layer, attribute, torch.empty(shape).normal_(0, 0.02, generator=generator))

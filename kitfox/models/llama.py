@@ -1,12 +1,12 @@
-"""Llama 2 and 3, Mistral, SmolLM2: pre-norm blocks of attention and a gated MLP."""
+"""Llama 2 and 3, Mistral, SmolLM2: pre-norm blocks of attention and a gated MLP. Qwen's families are variants of it."""
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor, nn
 
 from kitfox.attention.backend import ForwardBatch
 from kitfox.config import ModelConfig
+from kitfox.kernels.interface import Kernels
 from kitfox.layers.attention import SelfAttention
 from kitfox.layers.mlp import GatedMLP
 from kitfox.layers.norm import RMSNorm
@@ -14,23 +14,15 @@ from kitfox.models.decoder import Model
 
 
 class DecoderLayer(nn.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x)). Qwen's layers are the same with other attention settings."""
+    """x + attention(norm(x)), then x + mlp(norm(x))."""
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        layer: int,
-        *,
-        qk_norm: bool = False,
-        dtype: torch.dtype,
-        device: torch.device,
-    ):
+    def __init__(self, config: ModelConfig, layer: int, kernels: Kernels, *, qk_norm: bool):
         super().__init__()
         size, eps = config.hidden_size, config.rms_norm_eps
-        self.input_layernorm = RMSNorm(size, eps, dtype=dtype, device=device)
-        self.self_attn = SelfAttention(config, layer, qk_norm=qk_norm, dtype=dtype, device=device)
-        self.post_attention_layernorm = RMSNorm(size, eps, dtype=dtype, device=device)
-        self.mlp = GatedMLP(config, dtype=dtype, device=device)
+        self.input_layernorm = RMSNorm(size, eps, kernels=kernels)
+        self.self_attn = SelfAttention(config, layer, qk_norm=qk_norm, kernels=kernels)
+        self.post_attention_layernorm = RMSNorm(size, eps, kernels=kernels)
+        self.mlp = GatedMLP(config, kernels)
 
     def forward(self, x: Tensor, batch: ForwardBatch, rotary_table: Tensor) -> Tensor:
         x = x + self.self_attn(self.input_layernorm(x), batch, rotary_table)
@@ -40,5 +32,7 @@ class DecoderLayer(nn.Module):
 class LlamaModel(Model):
     """Rope scaling, biases and Mistral's sliding window come from the config."""
 
-    def make_layer(self, layer: int, *, dtype: torch.dtype, device: torch.device) -> nn.Module:
-        return DecoderLayer(self.config, layer, dtype=dtype, device=device)
+    qk_norm = False
+
+    def make_layer(self, layer: int) -> nn.Module:
+        return DecoderLayer(self.config, layer, self.kernels, qk_norm=self.qk_norm)

@@ -4,8 +4,10 @@ Order: logit_bias, the mask of min_tokens, penalties, temperature, top_k, top_p,
 of (seed key, position), is looked up in the cumulative distribution of what is left. There is no generator with state,
 so a seeded request draws the same tokens in any company and after any preemption.
 
-The arithmetic of a row is its own: it is done in float64 on the host, row by row, except for the largest logit and
-the log-softmax, which torch computes row-locally.
+The arithmetic of a row is its own. On the host csrc/sample.h does it; without that library, or for logits on another
+device, numpy does, in float64 and row by row, but for the largest logit and the log-softmax, which torch computes
+row-locally. Both adjust the same few float32 logits here first. They draw the same token from the same number, unless
+that number is within rounding of the boundary between two tokens.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
@@ -21,8 +24,10 @@ from torch import Tensor
 
 from kitfox.outputs import TokenLogprobs
 from kitfox.request import SamplingParams
+from kitfox.sampling.native_sampler import SAMPLE_ROW, NativeSampler, row_addresses
 
 Floats = npt.NDArray[np.float64]
+Logits = npt.NDArray[np.float32]
 Ids = npt.NDArray[np.int64]
 
 # Sorting the whole vocabulary is the exception: these many best tokens nearly always hold all of top_p.
@@ -50,21 +55,38 @@ class SamplingRow:
     position: int
     seed_key: int
 
-    @property
+    @cached_property
     def masks_stop_tokens(self) -> bool:
         return len(self.output_token_ids) < self.sampling.min_tokens and bool(self.stop_token_ids)
 
-    @property
+    @cached_property
     def adjusts_logits(self) -> bool:
         """Whether anything but temperature and filters changes the logits."""
-        sampling = self.sampling
-        return (
-            bool(sampling.logit_bias)
-            or self.masks_stop_tokens
-            or sampling.repetition_penalty != 1.0
-            or sampling.presence_penalty != 0.0
-            or sampling.frequency_penalty != 0.0
-        )
+        return self.masks_stop_tokens or _changes_logits(self.sampling)
+
+    @cached_property
+    def is_plain_greedy(self) -> bool:
+        """Whether all that is wanted is the index of the largest logit."""
+        return self.sampling.is_greedy and self.sampling.logprobs is None and not self.adjusts_logits
+
+
+# The row of every request of which `is_plain_greedy` holds: making 256 of them takes longer than choosing the tokens.
+PLAIN_GREEDY = SamplingRow(SamplingParams(temperature=0.0), (), (), (), position=0, seed_key=0)
+
+
+def is_plain_greedy(sampling: SamplingParams, stop_token_ids: tuple[int, ...]) -> bool:
+    """Whether a request's row is plain and greedy at every position."""
+    masks_stop_tokens = sampling.min_tokens > 0 and bool(stop_token_ids)
+    return sampling.is_greedy and sampling.logprobs is None and not masks_stop_tokens and not _changes_logits(sampling)
+
+
+def _changes_logits(sampling: SamplingParams) -> bool:
+    return (
+        bool(sampling.logit_bias)
+        or sampling.repetition_penalty != 1.0
+        or sampling.presence_penalty != 0.0
+        or sampling.frequency_penalty != 0.0
+    )
 
 
 def uniform(seed_key: int, position: int, stream: int = 0) -> float:
@@ -84,6 +106,10 @@ def uniform(seed_key: int, position: int, stream: int = 0) -> float:
 class Sampler:
     """Chooses one token a row. It has no state."""
 
+    def __init__(self, native: NativeSampler | None = None):
+        """native: what to use for logits on the host."""
+        self._native = native
+
     def sample(
         self, logits: Tensor, rows: Sequence[SamplingRow]
     ) -> tuple[list[int | None], list[TokenLogprobs | None]]:
@@ -100,27 +126,62 @@ class Sampler:
         assert logits.shape[0] == len(rows), f"{logits.shape[0]} rows of logits for {len(rows)} requests"
         if not rows:
             return [], []
-        largest, best = logits.max(dim=-1)  # NaN wins every comparison
-        is_distribution = largest.isfinite().tolist()
-        tokens: list[int | None] = [
-            token if valid else None for token, valid in zip(best.tolist(), is_distribution, strict=True)
-        ]
-        chosen = [i for i, row in enumerate(rows) if is_distribution[i] and not _is_plain_greedy(row)]
-        if chosen:
-            host_rows = logits[chosen].cpu().numpy()
-            for i, host_row in zip(chosen, host_rows, strict=True):
-                tokens[i] = _choose(host_row.astype(np.float64), rows[i])
-        return tokens, _sampled_logprobs(logits, rows, tokens)
+        native = self._native if logits.device.type == "cpu" else None
+        others = [i for i, row in enumerate(rows) if not row.is_plain_greedy]
+        if native is None:
+            tokens = _choose_all(logits, rows, others)
+        else:
+            logits = logits.contiguous()
+            tokens = _choose_all_natively(native, logits, rows, others)
+        logprobs: list[TokenLogprobs | None] = [None] * len(rows)
+        wanted = [i for i in others if rows[i].sampling.logprobs is not None and tokens[i] is not None]
+        chosen = [token for token in (tokens[i] for i in wanted) if token is not None]
+        num_top = [rows[i].sampling.logprobs or 0 for i in wanted]
+        for i, entry in zip(wanted, _token_logprobs(native, logits, wanted, chosen, num_top), strict=True):
+            logprobs[i] = entry
+        return tokens, logprobs
 
 
-def _is_plain_greedy(row: SamplingRow) -> bool:
-    return row.sampling.is_greedy and not row.adjusts_logits
+def _choose_all_natively(
+    native: NativeSampler, logits: Tensor, rows: Sequence[SamplingRow], others: list[int]
+) -> list[int | None]:
+    """`others` are the rows that are not plain and greedy."""
+    table = np.zeros(len(rows), SAMPLE_ROW)  # a temperature of 0 is greedy
+    table["logits"] = row_addresses(logits)
+    drawing = [i for i in others if not rows[i].sampling.is_greedy]
+    for name in ("temperature", "top_p", "min_p", "top_k"):
+        table[name][drawing] = [getattr(rows[i].sampling, name) for i in drawing]
+    table["uniform"][drawing] = [uniform(rows[i].seed_key, rows[i].position) for i in drawing]
+    # Adjusted in place and put back afterwards: memory for a copy of a row takes longer to get than all the rest.
+    adjusting = [i for i in others if rows[i].adjusts_logits]
+    host_logits: Logits = logits.numpy()
+    concerned = [_adjusted_ids(rows[i]) for i in adjusting]
+    untouched = [host_logits[i, ids] for i, ids in zip(adjusting, concerned, strict=True)]
+    try:
+        for i in adjusting:
+            _adjust(host_logits[i], rows[i])
+        return native.sample(table, logits.shape[1])
+    finally:
+        for i, ids, values in zip(adjusting, concerned, untouched, strict=True):
+            host_logits[i, ids] = values
+
+
+def _choose_all(logits: Tensor, rows: Sequence[SamplingRow], others: list[int]) -> list[int | None]:
+    """`others` are the rows that are not plain and greedy."""
+    largest, best = logits.max(dim=-1)  # NaN wins every comparison
+    tokens: list[int | None] = [
+        token if valid else None for token, valid in zip(best.tolist(), largest.isfinite().tolist(), strict=True)
+    ]
+    if others:
+        host_rows = logits[others].cpu().numpy()  # indexing copies
+        for i, host_row in zip(others, host_rows, strict=True):
+            _adjust(host_row, rows[i])
+            tokens[i] = _choose(host_row.astype(np.float64), rows[i])
+    return tokens
 
 
 def _choose(logits: Floats, row: SamplingRow) -> int | None:
-    """Choose one token from one row's logits [V], which it may change; None when no token may be chosen."""
-    if row.adjusts_logits:
-        _adjust(logits, row)
+    """Choose one token from one row's adjusted logits [V], which it may change; None when no token may be chosen."""
     best = int(logits.argmax())
     if not math.isfinite(logits[best]):
         return None
@@ -136,21 +197,36 @@ def _choose(logits: Floats, row: SamplingRow) -> int | None:
     return index if ids is None else int(ids[index])
 
 
-def _adjust(logits: Floats, row: SamplingRow) -> None:
-    """Apply logit_bias, the mask of min_tokens and penalties to one row; changes logits."""
+def _adjust(logits: Logits, row: SamplingRow) -> None:
+    """Apply logit_bias, the mask of min_tokens and penalties to one row [V]; touches the tokens concerned only.
+
+    A logit that is NaN or +inf stays one of the two, so that the row is still seen to have no distribution.
+    """
     sampling = row.sampling
     if sampling.logit_bias:
-        logits[list(sampling.logit_bias)] += list(sampling.logit_bias.values())
+        logits[list(sampling.logit_bias)] += np.array(list(sampling.logit_bias.values()))
     if row.masks_stop_tokens:
-        logits[list(row.stop_token_ids)] = -np.inf
+        with np.errstate(invalid="ignore"):
+            logits[list(row.stop_token_ids)] -= np.inf
     if sampling.repetition_penalty != 1.0:
-        seen = np.unique(np.concatenate((_as_ids(row.prompt_token_ids), _as_ids(row.output_token_ids))))
-        values = logits[seen]
+        seen = np.concatenate((_as_ids(row.prompt_token_ids), _as_ids(row.output_token_ids)))
+        values = logits[seen]  # a token that occurs twice is written twice, not penalised twice
         penalty = sampling.repetition_penalty
         logits[seen] = np.where(values > 0, values / penalty, values * penalty)
     if sampling.presence_penalty != 0.0 or sampling.frequency_penalty != 0.0:
         used, counts = np.unique(_as_ids(row.output_token_ids), return_counts=True)
         logits[used] -= sampling.presence_penalty + sampling.frequency_penalty * counts
+
+
+def _adjusted_ids(row: SamplingRow) -> Ids:
+    """All ids, some of them more than once, whose logits `_adjust` may change."""
+    sampling = row.sampling
+    concerned = [_as_ids(list(sampling.logit_bias)), _as_ids(row.output_token_ids)]
+    if row.masks_stop_tokens:
+        concerned.append(_as_ids(row.stop_token_ids))
+    if sampling.repetition_penalty != 1.0:
+        concerned.append(_as_ids(row.prompt_token_ids))
+    return np.concatenate(concerned)
 
 
 def _as_ids(token_ids: Sequence[int] | Ids) -> Ids:
@@ -163,7 +239,6 @@ def _filter(logits: Floats, sampling: SamplingParams) -> tuple[Floats, Ids | Non
     Returns:
         Weights (not normalised) of the tokens that are left, and their ids; ids None means all of the vocabulary.
     """
-    vocab_size = logits.shape[0]
     vocab_size = logits.shape[0]
     top_k = sampling.top_k if 0 < sampling.top_k < vocab_size else 0
     if not top_k and sampling.top_p >= 1.0:
@@ -208,43 +283,49 @@ def _ids_of_largest(logits: Floats, count: int, smallest: float) -> Ids:
     return ids
 
 
-def _sampled_logprobs(
-    logits: Tensor, rows: Sequence[SamplingRow], tokens: list[int | None]
-) -> list[TokenLogprobs | None]:
-    result: list[TokenLogprobs | None] = [None] * len(rows)
-    wanted = [i for i, row in enumerate(rows) if row.sampling.logprobs is not None and tokens[i] is not None]
-    chunk = _rows_per_chunk(logits.shape[1])
-    for start in range(0, len(wanted), chunk):
-        part = wanted[start : start + chunk]
-        token_ids = torch.tensor([tokens[i] for i in part], device=logits.device)
-        num_top = [rows[i].sampling.logprobs or 0 for i in part]
-        for i, logprobs in zip(part, _token_logprobs(logits[part], token_ids, num_top), strict=True):
-            result[i] = logprobs
-    return result
-
-
 def _rows_per_chunk(vocab_size: int) -> int:
     return max(1, _LOGPROB_CHUNK_BYTES // (4 * vocab_size))
 
 
-def _token_logprobs(logits: Tensor, token_ids: Tensor, num_top: list[int]) -> list[TokenLogprobs]:
-    """Log-probabilities of one token and the num_top[i] best of each row of logits [n, V] float32.
+def _token_logprobs(
+    native: NativeSampler | None,
+    logits: Tensor,
+    indices: Sequence[int],
+    token_ids: Sequence[int],
+    num_top: Sequence[int],
+) -> list[TokenLogprobs]:
+    """Log-probabilities of one token and the num_top[i] best of the rows `indices` of logits [n, V] float32.
 
     A token's rank is one more than the number of tokens that are more likely.
     """
-    logprobs = torch.log_softmax(logits, dim=-1)
-    own = logprobs.gather(1, token_ids[:, None])  # [n, 1]
-    ranks = (logprobs > own).sum(-1) + 1
-    best = logprobs.topk(min(max(num_top), logprobs.shape[1]), dim=-1)
-    columns = (token_ids.tolist(), own[:, 0].tolist(), ranks.tolist(), best.indices.tolist(), best.values.tolist())
-    return [
-        TokenLogprobs(token_id, logprob, rank, top_ids[:count], top_logprobs[:count])
-        for count, token_id, logprob, rank, top_ids, top_logprobs in zip(num_top, *columns, strict=True)
-    ]
+    if not indices:
+        return []
+    if native is not None:
+        return native.logprobs(logits, indices, token_ids, num_top)
+    result: list[TokenLogprobs] = []
+    chunk = _rows_per_chunk(logits.shape[1])
+    for start in range(0, len(indices), chunk):
+        part = slice(start, start + chunk)
+        logprobs = torch.log_softmax(logits[indices[part]], dim=-1)
+        own = logprobs.gather(1, torch.tensor(token_ids[part], device=logits.device)[:, None])  # [m, 1]
+        ranks = (logprobs > own).sum(-1) + 1
+        best = logprobs.topk(min(max(num_top[part]), logprobs.shape[1]), dim=-1)
+        columns = (own[:, 0].tolist(), ranks.tolist(), best.indices.tolist(), best.values.tolist())
+        result += [
+            TokenLogprobs(token_id, logprob, rank, top_ids[:count], top_logprobs[:count])
+            for count, token_id, logprob, rank, top_ids, top_logprobs in zip(
+                num_top[part], token_ids[part], *columns, strict=True
+            )
+        ]
+    return result
 
 
 def prompt_logprobs(
-    logits_fn: Callable[[Tensor], Tensor], hidden: Tensor, target_ids: Sequence[int] | Tensor, num_top: int
+    logits_fn: Callable[[Tensor], Tensor],
+    hidden: Tensor,
+    target_ids: Sequence[int],
+    num_top: int,
+    native: NativeSampler | None = None,
 ) -> list[TokenLogprobs]:
     """Log-probabilities of given tokens, in chunks of rows so that all logits never exist at once.
 
@@ -253,18 +334,19 @@ def prompt_logprobs(
         hidden: [n, I]; row i predicts target_ids[i].
         target_ids: n.
         num_top: how many of the best tokens to report at each position; 0 means none.
+        native: what to use for logits on the host.
 
     Returns:
         One entry a target. Where logits are NaN, so are the log-probabilities.
     """
-    targets = torch.as_tensor(target_ids, dtype=torch.int64, device=hidden.device)
-    assert targets.shape[0] == hidden.shape[0], f"{targets.shape[0]} targets for {hidden.shape[0]} hidden states"
+    assert len(target_ids) == hidden.shape[0], f"{len(target_ids)} targets for {hidden.shape[0]} hidden states"
     result: list[TokenLogprobs] = []
-    start, chunk = 0, 16  # the first chunk shows how large a row is
-    while start < targets.shape[0]:
-        logits = logits_fn(hidden[start : start + chunk]).float()
-        part = targets[start : start + chunk]
-        result += _token_logprobs(logits, part, [num_top] * part.shape[0])
-        start += chunk
+    chunk = 16  # the first chunk shows how large a row is
+    while len(result) < len(target_ids):
+        part = slice(len(result), len(result) + chunk)
+        logits = logits_fn(hidden[part]).float().contiguous()
+        num_rows = logits.shape[0]
+        on_host = native if logits.device.type == "cpu" else None
+        result += _token_logprobs(on_host, logits, range(num_rows), target_ids[part], [num_top] * num_rows)
         chunk = _rows_per_chunk(logits.shape[1])
     return result

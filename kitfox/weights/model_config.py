@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import json
 import math
 import struct
@@ -11,7 +12,7 @@ from typing import Any
 
 from kitfox.config import ModelConfig, RopeScaling
 from kitfox.errors import UnsupportedModelError, WeightsError
-from kitfox.gguf_metadata import GgufMetadata
+from kitfox.gguf_metadata import GGML_QUANTIZATIONS, GgufMetadata, GgufTensor
 
 SUPPORTED_ARCHITECTURES = (
     "LlamaForCausalLM",
@@ -277,7 +278,14 @@ def _from_gguf(metadata: GgufMetadata) -> ModelConfig:
         eos_token_ids=metadata.eos_token_ids(),
         dtype=_GGML_FLOATS.get(tensors["blk.0.attn_q.weight"].type_id, "float32"),
         stored_bytes=metadata.path.stat().st_size,
+        stored_quantization=_stored_quantization(tensors),
     )
+
+
+def _stored_quantization(tensors: Mapping[str, GgufTensor]) -> str:
+    types = collections.Counter(tensor.type_id for tensor in tensors.values() if len(tensor.shape) == 2)
+    most = types.most_common(1)[0][0]
+    return "" if most in _GGML_FLOATS else GGML_QUANTIZATIONS.get(most, f"GGML type {most}")
 
 
 def _short_float(value: float) -> float:

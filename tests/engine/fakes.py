@@ -65,7 +65,7 @@ def make_core(
 ) -> EngineCore:
     tracer = Tracer()
     kv_cache = make_kv_cache_manager(CacheConfig(organisation=cache, block_size=block_size), num_blocks)  # type: ignore[arg-type]
-    config = SchedulerConfig(**scheduler)  # type: ignore[arg-type]
+    config = SchedulerConfig(**{"max_num_batched_tokens": 2048, **scheduler})  # type: ignore[arg-type]
     return EngineCore(
         Scheduler(config, kv_cache, tracer, shares_prefixes=cache != "none"), FakeExecutor(next_token), tracer
     )

@@ -9,8 +9,10 @@ from kitfox.layers.attention import SelfAttention
 from kitfox.layers.embedding import Embedding
 from kitfox.layers.linear import Linear
 from kitfox.layers.norm import RMSNorm
+from kitfox.layers.weights import empty_places
+from tests.native import torch_kernels
 
-CPU = torch.device("cpu")
+KERNELS = torch_kernels()
 CONFIG = ModelConfig(
     architecture="Gemma3ForCausalLM",
     vocab_size=11,
@@ -30,7 +32,7 @@ CONFIG = ModelConfig(
 
 
 def attention(layer: int) -> SelfAttention:
-    return SelfAttention(CONFIG, layer, qk_norm=True, norm_offset=1.0, dtype=torch.float32, device=CPU)
+    return SelfAttention(CONFIG, layer, qk_norm=True, norm_offset=1.0, kernels=KERNELS)
 
 
 def test_only_sliding_layers_have_the_window() -> None:
@@ -40,7 +42,7 @@ def test_only_sliding_layers_have_the_window() -> None:
 def test_attention_takes_scale_cap_and_biases_from_the_config() -> None:
     layer = attention(0)
     assert (layer.scale, layer.softcap) == (0.25, 30.0)
-    assert {name: list(parameter.shape) for name, parameter in layer.named_parameters()} == {
+    assert {name: list(shape) for name, (_, _, shape) in empty_places(layer).items()} == {
         "q_proj.weight": [24, 8],
         "q_proj.bias": [24],
         "k_proj.weight": [12, 8],
@@ -53,16 +55,25 @@ def test_attention_takes_scale_cap_and_biases_from_the_config() -> None:
     }
 
 
-def test_parameters_have_the_chosen_dtype_and_no_gradient() -> None:
-    linear = Linear(3, 2, bias=True, dtype=torch.bfloat16, device=CPU)
-    for parameter in linear.parameters():
-        assert parameter.dtype == torch.bfloat16
-        assert not parameter.requires_grad
+def test_a_place_is_filled_with_what_the_kernels_make() -> None:
+    linear = Linear(3, 2, bias=True, kernels=KERNELS)
+    places = empty_places(linear)
+    assert {name: (owner is linear, attribute) for name, (owner, attribute, _) in places.items()} == {
+        "weight": (True, "weight"),
+        "bias": (True, "bias"),
+    }
+    linear.weight = KERNELS.matrix(torch.tensor([[1.0, 2.0, 3.0], [0.0, 0.0, 1.0]]))
+    assert list(empty_places(linear)) == ["bias"]
+    linear.bias = KERNELS.vector(torch.tensor([0.5, 0.25]))
+    assert not empty_places(linear)
+    assert linear(torch.tensor([[1.0, 1.0, 1.0]])).tolist() == [[6.5, 1.25]]
+    assert Linear(3, 2, bias=False, kernels=KERNELS).bias is None
 
 
 def test_logits_are_float32_and_capped() -> None:
-    head = Embedding(2, 2, dtype=torch.bfloat16, device=CPU)
-    head.weight.copy_(torch.tensor([[100.0, 0.0], [0.0, 1.0]]))
+    kernels = torch_kernels(torch.bfloat16)
+    head = Embedding(2, 2, kernels=kernels)
+    head.weight = kernels.matrix(torch.tensor([[100.0, 0.0], [0.0, 1.0]]))
     hidden = torch.tensor([[1.0, 1.0]], dtype=torch.bfloat16)
     assert head.logits(hidden, None).tolist() == [[100.0, 1.0]]
     capped = head.logits(hidden, 5.0)
@@ -71,6 +82,6 @@ def test_logits_are_float32_and_capped() -> None:
 
 
 def test_norm_offset_is_added_to_the_weight() -> None:
-    norm = RMSNorm(2, 0.0, offset=1.0, dtype=torch.float32, device=CPU)
-    norm.weight.copy_(torch.tensor([0.0, 1.0]))
+    norm = RMSNorm(2, 0.0, offset=1.0, kernels=KERNELS)
+    norm.weight = KERNELS.vector(torch.tensor([0.0, 1.0]))
     torch.testing.assert_close(norm(torch.tensor([[3.0, 3.0]])), torch.tensor([[1.0, 2.0]]))

@@ -11,10 +11,12 @@ import pytest
 import torch
 
 from kitfox.errors import UnsupportedModelError, WeightsError
+from kitfox.layers.weights import empty_places
 from kitfox.models import Model, make_model
 from kitfox.weights.loader import iter_weights
 from kitfox.weights.model_config import read_model_config
-from tests.models.tiny_models import CPU, FAMILIES, PagedRun, random_prompt, save_checkpoint
+from tests.models.tiny_models import FAMILIES, PagedRun, random_prompt, save_checkpoint
+from tests.native import native_kernels, needs_native, torch_kernels
 
 Q_PROJ = "model.layers.1.self_attn.q_proj.weight"
 ARCHITECTURES = (
@@ -29,7 +31,7 @@ ARCHITECTURES = (
 def checkpoint(path: Path, family: str = "llama") -> tuple[Model, dict[str, torch.Tensor]]:
     save_checkpoint(FAMILIES[family](), path)
     config = read_model_config(path)
-    return make_model(config, torch.float32, CPU), dict(iter_weights(path, config))
+    return make_model(config, torch_kernels()), dict(iter_weights(path, config))
 
 
 def assert_refused(model: Model, weights: dict[str, torch.Tensor], *said: str) -> None:
@@ -44,8 +46,9 @@ def test_every_tensor_of_a_checkpoint_is_needed(family: str, tmp_path: Path) -> 
     model, weights = checkpoint(tmp_path, family)
     for name in weights:
         without = {other: tensor for other, tensor in weights.items() if other != name}
-        assert_refused(model, without, "missing", name)
+        assert_refused(make_model(model.config, model.kernels), without, "missing", name)
     model.load_weights(weights.items())
+    assert not empty_places(model)
 
 
 def test_many_missing_tensors_are_counted_and_the_first_are_named(tmp_path: Path) -> None:
@@ -116,12 +119,26 @@ def test_an_untied_head_is_needed(tmp_path: Path) -> None:
     assert_refused(model, weights, "missing", "lm_head.weight")
 
 
-def test_weights_are_converted_to_the_models_dtype(tmp_path: Path) -> None:
+def test_weights_are_converted_to_the_kernels_dtype(tmp_path: Path) -> None:
     _, weights = checkpoint(tmp_path)
-    model = make_model(read_model_config(tmp_path), torch.bfloat16, CPU)
+    model = make_model(read_model_config(tmp_path), torch_kernels(torch.bfloat16))
     model.load_weights(weights.items())
     stored = weights["model.embed_tokens.weight"]
     assert torch.equal(model.embed_tokens.weight, stored.bfloat16())
+
+
+@needs_native
+def test_a_model_does_not_share_memory_with_the_checkpoint(tmp_path: Path) -> None:
+    prompt = random_prompt(5)
+    for kernels in (torch_kernels(), native_kernels()):
+        save_checkpoint(FAMILIES["llama"](head_dim=16), tmp_path)
+        config = read_model_config(tmp_path)
+        model, weights = make_model(config, kernels), dict(iter_weights(tmp_path, config))
+        model.load_weights(weights.items())
+        before = PagedRun(model, [prompt]).run([{0: 5}])[0]
+        for tensor in weights.values():
+            tensor.fill_(torch.nan)
+        assert torch.equal(PagedRun(model, [prompt]).run([{0: 5}])[0], before)
 
 
 @pytest.mark.parametrize("family", ["llama-tied", "qwen2", "qwen3", "gemma3"])
@@ -129,14 +146,19 @@ def test_random_weights_are_repeatable_and_usable(family: str, tmp_path: Path) -
     model, _ = checkpoint(tmp_path, family)
     prompt = random_prompt(5)
 
+    def random(seed: int) -> Model:
+        made = make_model(model.config, model.kernels)
+        made.init_random_weights(seed)
+        return made
+
     def logits(seed: int) -> torch.Tensor:
-        model.init_random_weights(seed)
-        return PagedRun(model, [prompt]).run([{0: 5}])[0]
+        return PagedRun(random(seed), [prompt]).run([{0: 5}])[0]
 
     first = logits(1)
     assert torch.equal(first, logits(1))
     assert not torch.equal(first, logits(2))
     assert torch.isfinite(first).all()
+    model = random(1)
     assert 0.015 < model.embed_tokens.weight.std() < 0.025
     expected_norm = 0.0 if family == "gemma3" else 1.0
     assert torch.equal(model.norm.weight, torch.full_like(model.norm.weight, expected_norm))
@@ -146,7 +168,7 @@ def test_unsupported_architecture_is_named_with_the_supported(tmp_path: Path) ->
     model, _ = checkpoint(tmp_path)
     config = dataclasses.replace(model.config, architecture="MambaForCausalLM")
     with pytest.raises(UnsupportedModelError) as caught:
-        make_model(config, torch.float32, CPU)
+        make_model(config, torch_kernels())
     for name in ("MambaForCausalLM", *ARCHITECTURES):
         assert name in str(caught.value)
 
@@ -155,7 +177,7 @@ def test_unknown_activation_is_refused_before_the_first_step(tmp_path: Path) -> 
     model, _ = checkpoint(tmp_path)
     config = dataclasses.replace(model.config, hidden_act="relu6")
     with pytest.raises(UnsupportedModelError, match="relu6"):
-        make_model(config, torch.float32, CPU)
+        make_model(config, torch_kernels())
 
 
 def test_unknown_rope_scaling_is_refused_before_the_first_step(tmp_path: Path) -> None:
@@ -164,4 +186,4 @@ def test_unknown_rope_scaling_is_refused_before_the_first_step(tmp_path: Path) -
     assert config.rope_scaling is not None
     scaling = dataclasses.replace(config.rope_scaling, kind="dynamic")
     with pytest.raises(UnsupportedModelError, match="dynamic"):
-        make_model(dataclasses.replace(config, rope_scaling=scaling), torch.float32, CPU)
+        make_model(dataclasses.replace(config, rope_scaling=scaling), torch_kernels())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +13,14 @@ import transformers
 from torch import Tensor
 
 from kitfox.attention import ForwardBatch, make_attention_backend
+from kitfox.executor.step_program import StepProgram
+from kitfox.kernels.interface import Kernels
+from kitfox.kernels.native import NativeKernels
 from kitfox.models import Model, make_model
 from kitfox.weights.loader import iter_weights
 from kitfox.weights.model_config import read_model_config
+from tests.native import torch_kernels
 
-BLOCK_SIZE = 4
-CPU = torch.device("cpu")
 SHAPE: dict[str, Any] = {
     "vocab_size": 101,
     "hidden_size": 48,
@@ -69,19 +72,19 @@ def gemma3(**keys: Any) -> transformers.PretrainedConfig:
     return transformers.Gemma3TextConfig(**{**SHAPE, **own, **keys})
 
 
-FAMILIES: dict[str, Callable[[], transformers.PretrainedConfig]] = {
-    "llama": lambda: llama(),
-    "llama-tied": lambda: llama(tie_word_embeddings=True),
-    "llama-biases": lambda: llama(attention_bias=True, mlp_bias=True),
-    "llama-llama3-rope": lambda: llama(rope_parameters=LLAMA3),
-    "llama-linear-rope": lambda: llama(rope_parameters=LINEAR),
-    "mistral-sliding": lambda: mistral(),
-    "mistral-global": lambda: mistral(sliding_window=None),
-    "qwen2": lambda: qwen2(),
-    "qwen2-upper-layers-slide": lambda: qwen2(use_sliding_window=True, sliding_window=6, max_window_layers=1),
-    "qwen3": lambda: qwen3(),
-    "gemma3": lambda: gemma3(),
-    "gemma3-logit-softcap": lambda: gemma3(final_logit_softcapping=3.0),
+FAMILIES: dict[str, Callable[..., transformers.PretrainedConfig]] = {
+    "llama": llama,
+    "llama-tied": partial(llama, tie_word_embeddings=True),
+    "llama-biases": partial(llama, attention_bias=True, mlp_bias=True),
+    "llama-llama3-rope": partial(llama, rope_parameters=LLAMA3),
+    "llama-linear-rope": partial(llama, rope_parameters=LINEAR),
+    "mistral-sliding": mistral,
+    "mistral-global": partial(mistral, sliding_window=None),
+    "qwen2": qwen2,
+    "qwen2-upper-layers-slide": partial(qwen2, use_sliding_window=True, sliding_window=6, max_window_layers=1),
+    "qwen3": qwen3,
+    "gemma3": gemma3,
+    "gemma3-logit-softcap": partial(gemma3, final_logit_softcapping=3.0),
 }
 
 
@@ -99,9 +102,10 @@ def save_checkpoint(config: transformers.PretrainedConfig, path: Path) -> transf
     return theirs
 
 
-def load_ours(path: Path, dtype: torch.dtype = torch.float32) -> Model:
+def load_ours(path: Path, kernels: Kernels | None = None) -> Model:
+    """On the reference kernels in float32 unless others are given."""
     config = read_model_config(path)
-    model = make_model(config, dtype, CPU)
+    model = make_model(config, kernels or torch_kernels())
     model.load_weights(iter_weights(path, config))
     return model
 
@@ -113,21 +117,31 @@ def their_logits(theirs: transformers.PreTrainedModel, prompt: Tensor) -> Tensor
 
 @dataclass
 class PagedRun:
-    """Requests that share one cache, in blocks whose ids are in random order; unwritten slots are not numbers."""
+    """Requests that share one cache, in blocks whose ids are in random order; unwritten slots are not numbers.
+
+    Attributes:
+        captured: replay a recorded forward pass instead of calling the model's.
+    """
 
     model: Model
     prompts: list[Tensor]
+    block_size: int = 16
+    captured: bool = False
 
     def __post_init__(self) -> None:
         config, length = self.model.config, max(len(prompt) for prompt in self.prompts)
-        per_request = -(-length // BLOCK_SIZE)
+        kernels = self.model.kernels
+        per_request = -(-length // self.block_size)
         num_blocks = len(self.prompts) * per_request + 2
-        shape = (num_blocks, 2, BLOCK_SIZE, config.num_kv_heads, config.head_dim)
-        dtype = next(self.model.parameters()).dtype
-        self.kv_caches = [torch.full(shape, torch.nan, dtype=dtype) for _ in range(config.num_layers)]
+        shape = (num_blocks, self.block_size, config.num_kv_heads, config.head_dim)
+        self.kv_caches = [kernels.make_kv_cache(*shape).fill_(torch.nan) for _ in range(config.num_layers)]
         shuffled = torch.randperm(num_blocks, generator=torch.Generator().manual_seed(3))
         self.block_table = shuffled[: len(self.prompts) * per_request].view(len(self.prompts), -1).int()
-        self.attention = make_attention_backend(CPU)
+        self.attention = make_attention_backend(kernels)
+        self.forward: Callable[[ForwardBatch], Tensor] = self.model.forward
+        if self.captured:
+            assert isinstance(kernels, NativeKernels)
+            self.forward = StepProgram(self.model, kernels, self.kv_caches).replay
         self.num_computed = [0] * len(self.prompts)
 
     @torch.inference_mode()
@@ -138,8 +152,8 @@ class PagedRun:
             position = torch.arange(self.num_computed[request], self.num_computed[request] + count)
             ids.append(self.prompts[request][position])
             positions.append(position)
-            blocks = self.block_table[request].long()[position // BLOCK_SIZE]
-            slots.append(blocks * BLOCK_SIZE + position % BLOCK_SIZE)
+            blocks = self.block_table[request].long()[position // self.block_size]
+            slots.append(blocks * self.block_size + position % self.block_size)
             self.num_computed[request] += count
             ends.append(self.num_computed[request])
         counts = list(chunks.values())
@@ -154,7 +168,7 @@ class PagedRun:
             attention=self.attention,
         )
         self.attention.plan(batch)
-        logits = self.model.compute_logits(self.model.forward(batch))
+        logits = self.model.compute_logits(self.forward(batch))
         return dict(zip(chunks, logits.split(counts), strict=True))
 
     def run(self, steps: Iterable[dict[int, int]]) -> list[Tensor]:

@@ -36,15 +36,15 @@ def make_row(
     )
 
 
-def sample_one(logits: list[float] | Tensor, row: SamplingRow) -> int | None:
-    tokens, _ = Sampler().sample(torch.as_tensor(logits, dtype=torch.float32)[None], [row])
+def sample_one(sampler: Sampler, logits: list[float] | Tensor, row: SamplingRow) -> int | None:
+    tokens, _ = sampler.sample(torch.as_tensor(logits, dtype=torch.float32)[None], [row])
     return tokens[0]
 
 
-def draw(logits: Tensor, count: int, **sampling: Any) -> Counter[int | None]:
+def draw(sampler: Sampler, logits: Tensor, count: int, **sampling: Any) -> Counter[int | None]:
     """Tokens drawn at `count` positions."""
     rows = [make_row(position=i, seed_key=7, **sampling) for i in range(count)]
-    tokens, _ = Sampler().sample(logits.expand(count, -1), rows)
+    tokens, _ = sampler.sample(logits.expand(count, -1), rows)
     return Counter(tokens)
 
 
@@ -63,25 +63,25 @@ def assert_follows(drawn: Counter[int | None], expected: Tensor) -> None:
 LOGITS = torch.tensor([1.0, 3.0, 0.5, 2.0, 2.5, -1.0, 0.0, 1.5])
 
 
-def test_greedy_takes_the_largest_and_of_equal_ones_the_first() -> None:
-    assert sample_one([0.0, 2.0, 1.0], make_row()) == 1
-    assert sample_one([0.0, 2.0, 2.0], make_row()) == 1
-    assert sample_one([0.0, 2.0, 2.0], make_row(logit_bias={0: 0.5})) == 1
+def test_greedy_takes_the_largest_and_of_equal_ones_the_first(sampler: Sampler) -> None:
+    assert sample_one(sampler, [0.0, 2.0, 1.0], make_row()) == 1
+    assert sample_one(sampler, [0.0, 2.0, 2.0], make_row()) == 1
+    assert sample_one(sampler, [0.0, 2.0, 2.0], make_row(logit_bias={0: 0.5})) == 1
 
 
-def test_no_rows() -> None:
-    assert Sampler().sample(torch.zeros(0, 5), []) == ([], [])
+def test_no_rows(sampler: Sampler) -> None:
+    assert sampler.sample(torch.zeros(0, 5), []) == ([], [])
 
 
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 3.0])
-def test_temperature_distribution(temperature: float) -> None:
-    drawn = draw(LOGITS, 4000, temperature=temperature)
+def test_temperature_distribution(sampler: Sampler, temperature: float) -> None:
+    drawn = draw(sampler, LOGITS, 4000, temperature=temperature)
     assert_follows(drawn, (LOGITS.double() / temperature).softmax(-1))
 
 
-def test_extreme_temperatures() -> None:
-    assert_follows(draw(LOGITS, 4000, temperature=1e6), torch.full((8,), 1 / 8))
-    assert draw(LOGITS, 50, temperature=1e-300) == {1: 50}
+def test_extreme_temperatures(sampler: Sampler) -> None:
+    assert_follows(draw(sampler, LOGITS, 4000, temperature=1e6), torch.full((8,), 1 / 8))
+    assert draw(sampler, LOGITS, 50, temperature=1e-300) == {1: 50}
 
 
 def filtered(kept: list[int], temperature: float = 1.0) -> Tensor:
@@ -90,55 +90,55 @@ def filtered(kept: list[int], temperature: float = 1.0) -> Tensor:
     return ((LOGITS + mask).double() / temperature).softmax(-1)
 
 
-def test_top_k_distribution() -> None:
-    assert_follows(draw(LOGITS, 4000, temperature=1.0, top_k=3), filtered([1, 4, 3]))
-    assert_follows(draw(LOGITS, 4000, temperature=1.0, top_k=-1), filtered(list(range(8))))
-    assert_follows(draw(LOGITS, 4000, temperature=1.0, top_k=100), filtered(list(range(8))))
-    assert draw(LOGITS, 50, temperature=2.0, top_k=1) == {1: 50}
+def test_top_k_distribution(sampler: Sampler) -> None:
+    assert_follows(draw(sampler, LOGITS, 4000, temperature=1.0, top_k=3), filtered([1, 4, 3]))
+    assert_follows(draw(sampler, LOGITS, 4000, temperature=1.0, top_k=-1), filtered(list(range(8))))
+    assert_follows(draw(sampler, LOGITS, 4000, temperature=1.0, top_k=100), filtered(list(range(8))))
+    assert draw(sampler, LOGITS, 50, temperature=2.0, top_k=1) == {1: 50}
 
 
-def test_top_k_with_ties_keeps_exactly_k() -> None:
-    assert set(draw(torch.zeros(10), 300, temperature=1.0, top_k=4)) == {0, 1, 2, 3}
+def test_top_k_with_ties_keeps_exactly_k(sampler: Sampler) -> None:
+    assert set(draw(sampler, torch.zeros(10), 300, temperature=1.0, top_k=4)) == {0, 1, 2, 3}
 
 
-def test_top_p_keeps_the_smallest_set_that_reaches_it() -> None:
+def test_top_p_keeps_the_smallest_set_that_reaches_it(sampler: Sampler) -> None:
     probabilities = torch.tensor([0.1, 0.4, 0.05, 0.3, 0.15])
     for top_p, kept in [(0.39, [1]), (0.69, [1, 3]), (0.71, [1, 3, 4]), (0.99, [0, 1, 2, 3, 4])]:
         expected = torch.zeros(5).index_put((torch.tensor(kept),), probabilities[kept])
-        drawn = draw(probabilities.log(), 3000, temperature=1.0, top_p=top_p)
+        drawn = draw(sampler, probabilities.log(), 3000, temperature=1.0, top_p=top_p)
         assert_follows(drawn, expected.double() / expected.sum())
-    assert draw(probabilities.log(), 50, temperature=1.0, top_p=1e-9) == {1: 50}
+    assert draw(sampler, probabilities.log(), 50, temperature=1.0, top_p=1e-9) == {1: 50}
 
 
-def test_top_p_is_of_what_top_k_left() -> None:
+def test_top_p_is_of_what_top_k_left(sampler: Sampler) -> None:
     probabilities = torch.tensor([0.4, 0.3, 0.2, 0.1])
     # Of the best two, 0.4 / 0.7 = 0.57 reaches 0.55; of all, it does not.
-    assert set(draw(probabilities.log(), 200, temperature=1.0, top_k=2, top_p=0.55)) == {0}
-    assert set(draw(probabilities.log(), 200, temperature=1.0, top_p=0.55)) == {0, 1}
+    assert set(draw(sampler, probabilities.log(), 200, temperature=1.0, top_k=2, top_p=0.55)) == {0}
+    assert set(draw(sampler, probabilities.log(), 200, temperature=1.0, top_p=0.55)) == {0, 1}
 
 
-def test_min_p_is_relative_to_the_most_likely() -> None:
+def test_min_p_is_relative_to_the_most_likely(sampler: Sampler) -> None:
     probabilities = torch.tensor([0.5, 0.26, 0.2, 0.04])
     for options in ({}, {"top_p": 0.9999}, {"top_k": 4}):
-        drawn = draw(probabilities.log(), 3000, temperature=1.0, min_p=0.5, **options)
+        drawn = draw(sampler, probabilities.log(), 3000, temperature=1.0, min_p=0.5, **options)
         assert_follows(drawn, torch.tensor([0.5, 0.26, 0.0, 0.0]).double() / 0.76)
-    assert set(draw(probabilities.log(), 50, temperature=1.0, min_p=1.0)) == {0}
+    assert set(draw(sampler, probabilities.log(), 50, temperature=1.0, min_p=1.0)) == {0}
 
 
-def test_filters_follow_temperature() -> None:
+def test_filters_follow_temperature(sampler: Sampler) -> None:
     # At temperature 1 the best token alone has 0.73; at 4 it has 0.56, so 0.7 needs both.
     logits = torch.tensor([1.0, 0.0])
-    assert set(draw(logits, 200, temperature=1.0, top_p=0.7)) == {0}
-    assert set(draw(logits, 200, temperature=4.0, top_p=0.7)) == {0, 1}
+    assert set(draw(sampler, logits, 200, temperature=1.0, top_p=0.7)) == {0}
+    assert set(draw(sampler, logits, 200, temperature=4.0, top_p=0.7)) == {0, 1}
 
 
-def test_top_p_beyond_the_candidates_is_exact() -> None:
+def test_top_p_beyond_the_candidates_is_exact(sampler: Sampler) -> None:
     vocab_size = 5000
     logits = torch.linspace(0.0, 0.5, vocab_size)
     probabilities = logits.double().softmax(-1)
     num_kept = int((probabilities.flip(0).cumsum(0) < 0.9).sum()) + 1
     assert num_kept > 1024
-    drawn = draw(logits, 6000, temperature=1.0, top_p=0.9)
+    drawn = draw(sampler, logits, 6000, temperature=1.0, top_p=0.9)
     assert min(token for token in drawn if token is not None) >= vocab_size - num_kept
     buckets = Counter(int((token - (vocab_size - num_kept)) * 10 // num_kept) for token in drawn.elements() if token)
     kept = probabilities[-num_kept:]
@@ -146,54 +146,54 @@ def test_top_p_beyond_the_candidates_is_exact() -> None:
     assert_follows(buckets, torch.zeros(10).double().index_add(0, edges, kept) / kept.sum())  # type: ignore[arg-type]
 
 
-def test_repetition_penalty_counts_prompt_and_output_once() -> None:
+def test_repetition_penalty_counts_prompt_and_output_once(sampler: Sampler) -> None:
     # 2.0 / 1.5 = 1.33 < 1.4; twice would be no different.
     row = {"prompt": [0, 0], "output": [], "repetition_penalty": 1.5}
-    assert sample_one([2.0, 1.4, 1.3], make_row(**row)) == 1
-    assert sample_one([2.0, 1.3, 1.2], make_row(**row)) == 0
-    assert sample_one([2.0, 1.4, 1.3], make_row(output=[0, 1], repetition_penalty=1.5)) == 0
+    assert sample_one(sampler, [2.0, 1.4, 1.3], make_row(**row)) == 1
+    assert sample_one(sampler, [2.0, 1.3, 1.2], make_row(**row)) == 0
+    assert sample_one(sampler, [2.0, 1.4, 1.3], make_row(output=[0, 1], repetition_penalty=1.5)) == 0
     # Negative logits are multiplied: -1.0 * 1.5 = -1.5 < -1.4.
-    assert sample_one([-1.0, -1.4], make_row(output=[0], repetition_penalty=1.5)) == 1
-    assert sample_one([-1.0, -1.6], make_row(output=[0], repetition_penalty=1.5)) == 0
+    assert sample_one(sampler, [-1.0, -1.4], make_row(output=[0], repetition_penalty=1.5)) == 1
+    assert sample_one(sampler, [-1.0, -1.6], make_row(output=[0], repetition_penalty=1.5)) == 0
 
 
-def test_presence_and_frequency_penalties_count_output_only() -> None:
-    assert sample_one([2.0, 1.6], make_row(prompt=[0], presence_penalty=0.5)) == 0
-    assert sample_one([2.0, 1.6], make_row(output=[0], presence_penalty=0.5)) == 1
-    assert sample_one([2.0, 1.4], make_row(output=[0, 0, 0], presence_penalty=0.5)) == 0
-    assert sample_one([2.0, 1.0], make_row(output=[0, 0], frequency_penalty=0.5)) == 0  # 1.0 each: the first
-    assert sample_one([2.0, 0.9], make_row(output=[0, 0, 0], frequency_penalty=0.5)) == 1
-    assert sample_one([1.0, 1.2], make_row(output=[0], presence_penalty=-0.5)) == 0
+def test_presence_and_frequency_penalties_count_output_only(sampler: Sampler) -> None:
+    assert sample_one(sampler, [2.0, 1.6], make_row(prompt=[0], presence_penalty=0.5)) == 0
+    assert sample_one(sampler, [2.0, 1.6], make_row(output=[0], presence_penalty=0.5)) == 1
+    assert sample_one(sampler, [2.0, 1.4], make_row(output=[0, 0, 0], presence_penalty=0.5)) == 0
+    assert sample_one(sampler, [2.0, 1.0], make_row(output=[0, 0], frequency_penalty=0.5)) == 0  # 1.0 each: the first
+    assert sample_one(sampler, [2.0, 0.9], make_row(output=[0, 0, 0], frequency_penalty=0.5)) == 1
+    assert sample_one(sampler, [1.0, 1.2], make_row(output=[0], presence_penalty=-0.5)) == 0
 
 
-def test_logit_bias_comes_before_penalties() -> None:
-    assert sample_one([1.0, 2.0], make_row(logit_bias={0: 1.5})) == 0
-    assert sample_one([1.0, 2.0], make_row(logit_bias={1: -100.0})) == 0
+def test_logit_bias_comes_before_penalties(sampler: Sampler) -> None:
+    assert sample_one(sampler, [1.0, 2.0], make_row(logit_bias={0: 1.5})) == 0
+    assert sample_one(sampler, [1.0, 2.0], make_row(logit_bias={1: -100.0})) == 0
     # (1 + 3) / 2 = 2.0 < 2.2; penalising first would give 1 / 2 + 3 = 3.5.
-    assert sample_one([1.0, 2.2], make_row(output=[0], logit_bias={0: 3.0}, repetition_penalty=2.0)) == 1
+    assert sample_one(sampler, [1.0, 2.2], make_row(output=[0], logit_bias={0: 3.0}, repetition_penalty=2.0)) == 1
 
 
-def test_min_tokens_masks_stop_tokens_until_met() -> None:
+def test_min_tokens_masks_stop_tokens_until_met(sampler: Sampler) -> None:
     row = {"stop": (1, 2), "min_tokens": 2}
-    assert sample_one([0.0, 5.0, 4.0], make_row(output=[0], **row)) == 0
-    assert sample_one([0.0, 5.0, 4.0], make_row(output=[0, 0], **row)) == 1
-    assert sample_one([0.0, 5.0, 4.0], make_row(output=[0], logit_bias={1: 100.0}, **row)) == 0
-    assert set(draw(torch.tensor([0.0, 5.0, 4.0]), 50, temperature=1.0, stop=(1, 2), min_tokens=1)) == {0}
+    assert sample_one(sampler, [0.0, 5.0, 4.0], make_row(output=[0], **row)) == 0
+    assert sample_one(sampler, [0.0, 5.0, 4.0], make_row(output=[0, 0], **row)) == 1
+    assert sample_one(sampler, [0.0, 5.0, 4.0], make_row(output=[0], logit_bias={1: 100.0}, **row)) == 0
+    assert set(draw(sampler, torch.tensor([0.0, 5.0, 4.0]), 50, temperature=1.0, stop=(1, 2), min_tokens=1)) == {0}
 
 
-def test_masked_tokens_never_return_through_a_filter() -> None:
+def test_masked_tokens_never_return_through_a_filter(sampler: Sampler) -> None:
     row = {"stop": (1, 2), "min_tokens": 1, "temperature": 5.0}
     for options in ({"top_k": 3}, {"top_p": 0.999999}, {"min_p": 1e-9}, {"top_k": 3, "top_p": 0.9999, "min_p": 1e-9}):
-        assert set(draw(torch.tensor([0.0, 5.0, 4.0, 0.0]), 100, **row, **options)) == {0, 3}
+        assert set(draw(sampler, torch.tensor([0.0, 5.0, 4.0, 0.0]), 100, **row, **options)) == {0, 3}
 
 
-def test_histories_may_be_arrays() -> None:
+def test_histories_may_be_arrays(sampler: Sampler) -> None:
     history = {"prompt": np.array([0]), "output": np.array([1, 1]), "repetition_penalty": 2.0, "frequency_penalty": 1.0}
-    assert sample_one([4.0, 9.0, 2.1], make_row(**history)) == 1  # 2.0, 2.5, 2.1
-    assert sample_one([4.4, 8.0, 2.1], make_row(**history)) == 0  # 2.2, 2.0, 2.1
+    assert sample_one(sampler, [4.0, 9.0, 2.1], make_row(**history)) == 1  # 2.0, 2.5, 2.1
+    assert sample_one(sampler, [4.4, 8.0, 2.1], make_row(**history)) == 0  # 2.2, 2.0, 2.1
 
 
-def test_rows_without_a_distribution_are_marked_and_leave_the_others_alone() -> None:
+def test_rows_without_a_distribution_are_marked_and_leave_the_others_alone(sampler: Sampler) -> None:
     logits = LOGITS.repeat(7, 1)
     logits[1, 3] = torch.nan
     logits[2] = -torch.inf
@@ -204,7 +204,7 @@ def test_rows_without_a_distribution_are_marked_and_leave_the_others_alone() -> 
     rows = [make_row(**options) for _ in range(7)]
     rows[4] = make_row(temperature=1.0, **options)
     rows[6] = make_row(stop=tuple(range(8)), min_tokens=1, **options)
-    tokens, logprobs = Sampler().sample(logits, rows)
+    tokens, logprobs = sampler.sample(logits, rows)
     assert tokens == [1, None, None, None, None, 1, None]
     assert [entry is not None for entry in logprobs] == [True, False, False, False, False, True, False]
 
@@ -223,27 +223,27 @@ def mixed_rows(vocab_size: int) -> list[SamplingRow]:
     ]
 
 
-def test_a_row_is_the_same_alone_batched_and_reordered() -> None:
+def test_a_row_is_the_same_alone_batched_and_reordered(sampler: Sampler) -> None:
     vocab_size = 3001
     rows = mixed_rows(vocab_size) * 4
     logits = torch.randn(len(rows), vocab_size, generator=torch.Generator().manual_seed(0)) * 3
     before = logits.clone()
-    tokens, logprobs = Sampler().sample(logits, rows)
+    tokens, logprobs = sampler.sample(logits, rows)
     assert torch.equal(logits, before)
     for i, row in enumerate(rows):
-        assert Sampler().sample(logits[i : i + 1], [row]) == ([tokens[i]], [logprobs[i]])
+        assert sampler.sample(logits[i : i + 1], [row]) == ([tokens[i]], [logprobs[i]])
     order = list(reversed(range(len(rows))))
-    again, again_logprobs = Sampler().sample(logits[order], [rows[i] for i in order])
+    again, again_logprobs = sampler.sample(logits[order], [rows[i] for i in order])
     assert again == [tokens[i] for i in order]
     assert again_logprobs == [logprobs[i] for i in order]
 
 
-def test_seeds_and_positions_give_different_draws() -> None:
+def test_seeds_and_positions_give_different_draws(sampler: Sampler) -> None:
     flat = torch.zeros(1000)
-    drawn = {(seed, position): sample_one(flat, make_row(temperature=1.0, seed_key=seed, position=position))
+    drawn = {(seed, position): sample_one(sampler, flat, make_row(temperature=1.0, seed_key=seed, position=position))
              for seed in (-1, 0, 1, 2**40) for position in range(5)}  # fmt: skip
     assert len(set(drawn.values())) > 15
-    assert sample_one(flat, make_row(temperature=1.0, seed_key=1, position=2)) == drawn[1, 2]
+    assert sample_one(sampler, flat, make_row(temperature=1.0, seed_key=1, position=2)) == drawn[1, 2]
 
 
 def test_uniform_is_uniform_over_seeds_and_over_positions() -> None:
@@ -258,9 +258,9 @@ def test_uniform_is_uniform_over_seeds_and_over_positions() -> None:
         assert abs(np.corrcoef(numbers[1:], numbers[:-1])[0, 1]) < 0.03
 
 
-def test_logprobs_are_of_the_untouched_distribution() -> None:
+def test_logprobs_are_of_the_untouched_distribution(sampler: Sampler) -> None:
     row = make_row(temperature=3.0, top_k=2, logit_bias={6: 50.0}, repetition_penalty=1.7, output=[1], logprobs=3)
-    tokens, (logprobs,) = Sampler().sample(LOGITS[None], [row])
+    tokens, (logprobs,) = sampler.sample(LOGITS[None], [row])
     expected = LOGITS.double().log_softmax(-1)
     assert logprobs is not None
     assert logprobs.token_id == tokens[0] == 6
@@ -270,8 +270,8 @@ def test_logprobs_are_of_the_untouched_distribution() -> None:
     assert logprobs.top_logprobs == pytest.approx(expected[[1, 4, 3]].tolist(), abs=1e-5)
 
 
-def test_logprobs_zero_reports_the_token_only_and_none_nothing() -> None:
-    _, (zero, nothing, many) = Sampler().sample(
+def test_logprobs_zero_reports_the_token_only_and_none_nothing(sampler: Sampler) -> None:
+    _, (zero, nothing, many) = sampler.sample(
         LOGITS.repeat(3, 1), [make_row(logprobs=0), make_row(), make_row(logprobs=20)]
     )
     assert zero is not None
@@ -281,7 +281,11 @@ def test_logprobs_zero_reports_the_token_only_and_none_nothing() -> None:
     assert len(many.top_ids) == 8  # the vocabulary has no more
 
 
-def test_prompt_logprobs_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("backend", ["numpy", "native"])
+def test_prompt_logprobs_in_chunks(
+    backend: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    native = request.getfixturevalue("native") if backend == "native" else None
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(53, 8, generator=generator)
     weight = torch.randn(100, 8, generator=generator)
@@ -294,7 +298,7 @@ def test_prompt_logprobs_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
         largest = max(largest, rows.shape[0])
         return rows @ weight.t()
 
-    result = prompt_logprobs(logits_fn, hidden, targets, 2)
+    result = prompt_logprobs(logits_fn, hidden, targets, 2, native)
     assert largest <= 16
     expected = (hidden.double() @ weight.double().t()).log_softmax(-1)
     assert [entry.token_id for entry in result] == targets
@@ -302,4 +306,4 @@ def test_prompt_logprobs_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
         assert entry.logprob == pytest.approx(float(expected[i, targets[i]]), abs=1e-5)
         assert entry.rank == 1 + int((expected[i] > expected[i, targets[i]]).sum())
         assert entry.top_ids == expected[i].topk(2).indices.tolist()
-    assert prompt_logprobs(logits_fn, hidden[:0], [], 2) == []
+    assert prompt_logprobs(logits_fn, hidden[:0], [], 2, native) == []

@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 
 from kitfox.config import ModelConfig
 from kitfox.errors import UnsupportedModelError, WeightsError
+from kitfox.kernels.quantized import QuantizedWeight, dequantize
 from kitfox.weights.loader import iter_weights, weights_total_bytes
 from tests.weights.gguf_files import write_gguf
 
@@ -99,15 +100,55 @@ def test_gguf_types_come_back_as_float32(tmp_path: Path, kind: str) -> None:
     assert np.array_equal(weight.numpy(), gguf.dequantize(gguf.quantize(original, stored), stored))
 
 
-def test_gguf_k_quants(tmp_path: Path) -> None:
-    kind, raw = gguf.GGMLQuantizationType.Q4_K, np.zeros((8, 144), np.uint8)
-    writer = gguf.GGUFWriter(tmp_path / "m.gguf", "llama")
-    writer.add_tensor("token_embd.weight", raw, raw_dtype=kind)
+@pytest.mark.parametrize("kind", ["Q4_K", "Q5_K", "Q6_K"])
+def test_gguf_k_quants(tmp_path: Path, kind: str) -> None:
+    stored = gguf.GGMLQuantizationType[kind]
+    raw = np.random.default_rng(0).integers(0, 16, (8, gguf.GGML_QUANT_SIZES[stored][1]), dtype=np.uint8)
+    path = write_raw_gguf(tmp_path / "m.gguf", "token_embd.weight", raw, stored)
+    weight = dict(iter_weights(path, CONFIG))["model.embed_tokens.weight"]
+    assert np.array_equal(weight.numpy(), gguf.dequantize(raw, stored))
+
+
+def write_raw_gguf(path: Path, name: str, raw: np.ndarray, kind: gguf.GGMLQuantizationType) -> Path:
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_tensor(name, raw, raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    assert dict(iter_weights(tmp_path / "m.gguf", CONFIG))["model.embed_tokens.weight"].shape == (8, 256)
+    return path
+
+
+@pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0"])
+def test_gguf_matrices_stay_quantized_where_asked_with_rows_put_back(tmp_path: Path, kind: str) -> None:
+    tensors = {
+        "blk.0.attn_q.weight": as_llama_cpp_stores(random(64, 64), 4),
+        "blk.0.attn_k.weight": as_llama_cpp_stores(random(32, 64), 2),
+        "blk.0.attn_v.weight": random(32, 64),
+        "blk.0.attn_norm.weight": random(64),
+        "output.weight": random(8, 64),
+    }
+    quantized = {f"blk.0.attn_{name}.weight": gguf.GGMLQuantizationType[kind] for name in "qkv"}
+    quantized |= {"output.weight": gguf.GGMLQuantizationType.F16}
+    path = write_gguf(tmp_path / "m.gguf", "llama", shape={}, tensors=tensors, quantized=quantized)
+    dense = dict(iter_weights(path, CONFIG))
+    kept = dict(iter_weights(path, CONFIG, keep_quantized=True))
+    assert list(kept) == list(dense)
+    in_blocks = {name for name, weight in kept.items() if isinstance(weight, QuantizedWeight)}
+    assert in_blocks == {f"model.layers.0.self_attn.{name}_proj.weight" for name in "qkv"}
+    for name, weight in kept.items():
+        numbers = dequantize(weight) if isinstance(weight, QuantizedWeight) else weight
+        assert torch.equal(numbers, dense[name])
+
+
+def test_gguf_vector_in_blocks_is_dequantized(tmp_path: Path) -> None:
+    bias, kind = random(64), gguf.GGMLQuantizationType.Q8_0
+    tensors = {"blk.0.attn_q.bias": as_llama_cpp_stores(bias, 4)}
+    quantized = {"blk.0.attn_q.bias": kind}
+    path = write_gguf(tmp_path / "m.gguf", "llama", shape={}, tensors=tensors, quantized=quantized)
+    weight = dict(iter_weights(path, CONFIG, keep_quantized=True))["model.layers.0.self_attn.q_proj.bias"]
+    assert isinstance(weight, torch.Tensor)
+    np.testing.assert_allclose(weight.numpy(), bias, atol=0.02)
 
 
 def test_gguf_unexpected_tensor_and_type_are_named(tmp_path: Path) -> None:
@@ -116,6 +157,16 @@ def test_gguf_unexpected_tensor_and_type_are_named(tmp_path: Path) -> None:
         list(iter_weights(path, CONFIG))
     path = write_gguf(tmp_path / "b.gguf", "llama", shape={}, tensors={"output.weight": np.zeros((2, 32), np.int32)})
     with pytest.raises(UnsupportedModelError, match=r"output\.weight.*I32"):
+        list(iter_weights(path, CONFIG))
+
+
+def test_gguf_rows_of_a_part_of_a_block_are_named(tmp_path: Path) -> None:
+    path = write_gguf(tmp_path / "m.gguf", "llama", shape={}, tensors={"output.weight": random(3, 40)})
+    data = bytearray(path.read_bytes())
+    at = data.index(b"output.weight") + len(b"output.weight") + 4 + 2 * 8  # past the number of dimensions and both
+    data[at : at + 4] = int(gguf.GGMLQuantizationType.Q4_1).to_bytes(4, "little")
+    path.write_bytes(data)
+    with pytest.raises(WeightsError, match=r"'output\.weight' has rows of 40 numbers, not whole blocks of 32"):
         list(iter_weights(path, CONFIG))
 
 

@@ -1,0 +1,888 @@
+// Paged attention, and the writing of the cache that it reads.
+//
+// Work is done in tiles: the rows of a tile are the query heads that share a KV head, of one or several tokens of one
+// request, and its keys are KEY_TILE neighbours. A row's arithmetic does not depend on what else is in its tile, on
+// how rows are shared out among tiles, or on which thread does what:
+// - key tiles and chunks start at multiples of their length, whatever the row's position;
+// - a chunk is computed from nothing (running maximum, sum and weighted values over its key tiles), and its result is
+//   merged into that of the chunks before it, also where one thread does all of them;
+// - a score that a row must not see is -inf and weighs 0, and a running maximum starts at a finite number, so that a
+//   key tile in which a row sees nothing leaves the row as it was.
+#pragma once
+
+#include <algorithm>
+#include <atomic>
+#include <cstdint>
+#include <cstdlib>
+#include <cstring>
+#include <memory>
+#include <type_traits>
+#include <utility>
+#include <vector>
+
+#include "ops.h"
+#include "program.h"
+#include "simd.h"
+
+namespace kitfox {
+
+// Keys that share one step of the running softmax.
+constexpr int KEY_TILE = 128;
+constexpr int KEY_GROUPS = KEY_TILE / LANES;
+// Keys whose result is computed on its own: the pieces in which a long request can be shared out.
+constexpr int64_t KEY_CHUNK = 512;
+// Up to this many rows read keys and values straight from the cache; more expand them to float once, for all rows.
+constexpr int DIRECT_ROWS = std::min(8, simd::FLOAT_ROWS);
+// Rows that pass over keys and values in the first cache level together.
+constexpr int64_t BLOCK_ROWS = 24 / simd::FLOAT_ROWS * simd::FLOAT_ROWS;
+// Rows that a task computes, and about how many numbers (rows by head size) neighbouring tasks compute together.
+constexpr int64_t TASK_ROWS = 48;
+constexpr int64_t JOINT_NUMBERS = 384 * 64;
+constexpr int64_t LARGEST_HEAD = 256;
+// From a row of queries to the next: a constant, so that the rows of a strip are addressed by one register, and not a
+// multiple of a page's part, so that they do not compete for a place in the first cache level.
+constexpr int64_t QUERY_STRIDE = LARGEST_HEAD + LANES;
+constexpr float LOWEST_SCORE = -1e30f;
+
+// How many vectors of keys or values meet this many rows at a time: a power of two that leaves registers for expanding.
+constexpr int direct_vectors(int rows) {
+  int count = 8;
+  while (count > 2 && count * rows > simd::FLOAT_ROWS * 4 / 3) count /= 2;
+  return count;
+}
+
+inline int64_t round_up(int64_t x, int64_t multiple) { return (x + multiple - 1) / multiple * multiple; }
+
+// Uninitialised floats that begin at a cache line.
+class FloatBuffer {
+ public:
+  void reserve(int64_t size) {
+    if (size <= size_) return;
+    data_.reset(static_cast<float*>(std::aligned_alloc(64, round_up(size * sizeof(float), 64))));
+    size_ = size;
+  }
+  float* data() const { return data_.get(); }
+
+ private:
+  struct Free {
+    void operator()(float* p) const { std::free(p); }
+  };
+  std::unique_ptr<float, Free> data_;
+  int64_t size_ = 0;
+};
+
+// The result of some keys for a tile's rows, not yet divided by the sums. Where the cache is in 16 bit, each 32 columns
+// of `weighted` are the even ones followed by the odd ones, as they come out of a load.
+struct RowStates {
+  float* highest;   // [padded rows]
+  float* sum;       // [padded rows]
+  float* weighted;  // [padded rows, D]
+
+  // In strips of up to FLOAT_ROWS, and vectors.
+  static int64_t padded(int64_t rows) { return round_up(round_up(rows, simd::FLOAT_ROWS), LANES); }
+  static int64_t size(int64_t rows, int64_t head_dim) { return padded(rows) * (2 + head_dim); }
+
+  RowStates() = default;
+  RowStates(float* memory, int64_t rows)
+      : highest(memory),
+        sum(memory + padded(rows)),
+        weighted(memory + 2 * padded(rows)) {}
+  RowStates from(int64_t row, int64_t head_dim) const {
+    RowStates rest = *this;
+    rest.highest += row;
+    rest.sum += row;
+    rest.weighted += row * head_dim;
+    return rest;
+  }
+};
+
+// Which rows of a tile of a step attend to which keys, and how that is divided into tasks: the same for every layer.
+class AttentionPlan {
+ public:
+  // Some consecutive tokens of one request and one KV head, and the chunks of keys they attend to.
+  struct Item {
+    int32_t request;
+    int32_t kv_head;
+    int64_t row;       // of the first token, counted from the tile's first row
+    int64_t position;  // of the first token
+    int32_t tokens;
+    int32_t first_chunk;
+    int32_t end_chunk;
+    int32_t split;  // index of the Split that this item is a piece of, or -1
+
+    bool is_followed_by(const Item& next) const {
+      return split < 0 && next.split < 0 && request == next.request && kv_head == next.kv_head &&
+             row + tokens == next.row;
+    }
+  };
+
+  // Items that differ in their chunks only; who computes the last of them merges all.
+  struct Split {
+    int32_t pieces;
+    int64_t partials;  // offset of the first piece's RowStates
+  };
+
+  void build(const Step& step, int64_t first_row, int64_t rows, const AttentionArgs& args, int threads) {
+    num_kv_heads_ = args.cache.num_kv_heads;
+    head_dim_ = args.cache.head_dim;
+    group_ = args.num_heads / num_kv_heads_;
+    const int64_t joint_rows = std::max(JOINT_NUMBERS / std::max<int64_t>(head_dim_, 64), tokens_a_task() * group_);
+    scratch_rows_ = round_up(joint_rows, simd::FLOAT_ROWS);
+    scratch_.resize(threads);
+    for (auto& scratch : scratch_) scratch.reserve(scratch_size());
+
+    const int64_t total = find_spans(step, first_row, rows);
+    items_.clear();
+    splits_.clear();
+    partials_size_ = 0;
+    // Many more tasks than threads, so that all finish together; long items are cut only if they alone are too long.
+    const int64_t longest_item = total / (4 * threads), task_cost = total / (16 * threads);
+    for (const Span& span : spans_) add_items(span, longest_item);
+    partials_.reserve(partials_size_);
+    if (splits_.size() > pending_.size()) pending_ = std::vector<std::atomic<int32_t>>(splits_.size());
+    for (size_t i = 0; i < splits_.size(); ++i) pending_[i].store(splits_[i].pieces, std::memory_order_relaxed);
+
+    first_items_.clear();
+    int64_t sum = task_cost;
+    for (size_t i = 0; i < items_.size(); ++i) {
+      sum += cost(items_[i]);
+      if (first_items_.empty() || sum > task_cost) {
+        first_items_.push_back(static_cast<int32_t>(i));
+        sum = cost(items_[i]);
+      }
+    }
+    num_tasks_ = static_cast<int64_t>(first_items_.size());
+    first_items_.push_back(static_cast<int32_t>(items_.size()));
+  }
+
+  int64_t num_tasks() const { return num_tasks_; }
+  // The items of tasks [begin, end).
+  const Item* begin_of(int64_t task) const { return items_.data() + first_items_[task]; }
+  const Item* end() const { return items_.data() + items_.size(); }
+
+  int64_t group() const { return group_; }
+  int64_t scratch_rows() const { return scratch_rows_; }
+  float* scratch(int thread) const { return scratch_[thread].data(); }
+  int64_t scratch_size() const {
+    return 2 * KEY_TILE * head_dim_ + scratch_rows_ * (QUERY_STRIDE + LANES + 1) + BLOCK_ROWS * KEY_TILE +
+           2 * RowStates::size(scratch_rows_, head_dim_);
+  }
+
+  const Split& split(const Item& item) const { return splits_[item.split]; }
+  RowStates partial(const Item& item, int32_t piece) const {
+    const int64_t rows = item.tokens * group_;
+    return RowStates(partials_.data() + splits_[item.split].partials + piece * RowStates::size(rows, head_dim_), rows);
+  }
+  // Whether all other pieces are done. Then counts them anew, for the next layer.
+  bool finish_piece(const Item& item) {
+    std::atomic<int32_t>& pending = pending_[item.split];
+    if (pending.fetch_sub(1, std::memory_order_acq_rel) != 1) return false;
+    pending.store(splits_[item.split].pieces, std::memory_order_relaxed);
+    return true;
+  }
+
+ private:
+  // The rows of one request that lie in the tile.
+  struct Span {
+    int32_t request;
+    int64_t row;
+    int64_t position;
+    int64_t tokens;
+  };
+
+  int64_t tokens_a_task() const { return std::max<int64_t>(1, TASK_ROWS / group_); }
+
+  // Few rows cost as much as the reading of their keys.
+  int64_t cost(int64_t tokens, int64_t keys) const { return (tokens * group_ + DIRECT_ROWS) * keys; }
+  int64_t cost(const Item& item) const {
+    const int64_t last = std::min(item.position + item.tokens, item.end_chunk * KEY_CHUNK);
+    return cost(item.tokens, last - item.first_chunk * KEY_CHUNK);
+  }
+
+  // Returns the cost of all.
+  int64_t find_spans(const Step& step, int64_t first_row, int64_t rows) {
+    spans_.clear();
+    int64_t total = 0;
+    const int32_t* starts = step.query_start_loc;
+    int64_t request = std::upper_bound(starts, starts + step.num_requests, first_row) - starts - 1;
+    for (; request < step.num_requests && starts[request] < first_row + rows; ++request) {
+      const int64_t begin = std::max<int64_t>(starts[request], first_row);
+      const int64_t end = std::min<int64_t>(starts[request + 1], first_row + rows);
+      if (begin >= end) continue;
+      const int64_t position = step.seq_lens[request] - (starts[request + 1] - begin);
+      spans_.push_back({static_cast<int32_t>(request), begin - first_row, position, end - begin});
+      const int64_t tasks = (end - begin + tokens_a_task() - 1) / tokens_a_task();
+      total += num_kv_heads_ * cost(end - begin + (tasks - 1) * DIRECT_ROWS / group_, position + (end - begin));
+    }
+    return total;
+  }
+
+  void add_items(const Span& span, int64_t longest_item) {
+    for (int32_t head = 0; head < num_kv_heads_; ++head) {
+      for (int64_t token = 0; token < span.tokens; token += tokens_a_task()) {
+        Item item{span.request, head, span.row + token, span.position + token, 0, 0, 0, -1};
+        item.tokens = static_cast<int32_t>(std::min(tokens_a_task(), span.tokens - token));
+        const int64_t keys = item.position + item.tokens;
+        const auto chunks = static_cast<int32_t>((keys + KEY_CHUNK - 1) / KEY_CHUNK);
+        if (chunks == 1 || cost(item.tokens, keys) <= longest_item) {
+          item.end_chunk = chunks;
+          items_.push_back(item);
+          continue;
+        }
+        item.split = static_cast<int32_t>(splits_.size());
+        splits_.push_back({chunks, partials_size_});
+        partials_size_ += chunks * RowStates::size(item.tokens * group_, head_dim_);
+        for (item.first_chunk = 0; item.first_chunk < chunks; ++item.first_chunk) {
+          item.end_chunk = item.first_chunk + 1;
+          items_.push_back(item);
+        }
+      }
+    }
+  }
+
+  int64_t num_kv_heads_ = 0;
+  int64_t head_dim_ = 0;
+  int64_t group_ = 0;
+  int64_t scratch_rows_ = 0;
+  int64_t num_tasks_ = 0;
+  std::vector<Span> spans_;
+  std::vector<Item> items_;
+  std::vector<int32_t> first_items_;  // [num_tasks + 1]
+  std::vector<Split> splits_;
+  std::vector<std::atomic<int32_t>> pending_;
+  int64_t partials_size_ = 0;
+  FloatBuffer partials_;
+  std::vector<FloatBuffer> scratch_;
+};
+
+// Calls body(0), ..., body(N - 1) with compile-time constants: GCC keeps an array in registers only where no index is
+// left when it looks, which is before it unrolls loops.
+#define KF_LAMBDA __attribute__((always_inline))
+template <int... I, class Body>
+KF_INLINE void repeat_each(std::integer_sequence<int, I...>, const Body& body) {
+  (body(std::integral_constant<int, I>()), ...);
+}
+template <int N, class Body>
+KF_INLINE void repeat(const Body& body) {
+  repeat_each(std::make_integer_sequence<int, N>(), body);
+}
+
+// Where the keys and values of a key tile are, 16 positions at a time. T is uint16_t for bfloat16, or float.
+// Keys: elements 2p and 2p + 1 of 16 keys begin at keys[g] + p * key_stride, interleaved in 16 bit, half of a stride
+// apart in float. Values: those of a group's i-th position begin at values[g] + i * value_stride.
+template <class T>
+struct KeyTile {
+  const T* keys[KEY_GROUPS];
+  const T* values[KEY_GROUPS];
+  int64_t key_stride;
+  int64_t value_stride;
+  int first;  // the keys that are there are [first, last) of the tile's
+  int last;
+};
+
+template <int COUNT, class T>
+KF_INLINE void prefetch(const T* p) {
+  repeat<COUNT * sizeof(T) / 64>([&](auto i) KF_LAMBDA { __builtin_prefetch(p + i * 64 / sizeof(T)); });
+}
+// What load_key_pair would read.
+KF_INLINE void prefetch_key_pair(const float* p, int64_t stride) {
+  __builtin_prefetch(p);
+  __builtin_prefetch(p + stride / 2);
+}
+KF_INLINE void prefetch_key_pair(const uint16_t* p, int64_t) { __builtin_prefetch(p); }
+
+KF_INLINE void load_key_pair(const float* p, int64_t stride, simd::f32& even, simd::f32& odd) {
+  even = simd::load(p);
+  odd = simd::load(p + stride / 2);
+}
+KF_INLINE void load_key_pair(const uint16_t* p, int64_t, simd::f32& even, simd::f32& odd) {
+  simd::load_bf16_pairs(p, even, odd);
+}
+template <int V>
+KF_INLINE void load_values(const float* p, simd::f32 (&v)[V]) {
+  repeat<V>([&](auto i) KF_LAMBDA { v[i] = simd::load(p + i * LANES); });
+}
+template <int V>
+KF_INLINE void load_values(const uint16_t* p, simd::f32 (&v)[V]) {
+  if constexpr (V == 1) {
+    v[0] = simd::load_bf16(p);
+  } else {
+    repeat<V / 2>([&](auto i) KF_LAMBDA { simd::load_bf16_pairs(p + 2 * i * LANES, v[2 * i], v[2 * i + 1]); });
+  }
+}
+
+// acc[r][v] += x[r * x_stride] * y[v].
+template <int R, int V>
+KF_INLINE void multiply_add(simd::f32 (&acc)[R][V], const float* x, int64_t x_stride, const simd::f32 (&y)[V]) {
+  repeat<R>([&](auto r) KF_LAMBDA {
+    const simd::f32 factor = simd::set1(x[r * x_stride]);
+    repeat<V>([&](auto v) KF_LAMBDA { simd::accumulate(acc[r][v], factor, y[v]); });
+  });
+}
+
+// scores[r][16 g + lane] for V groups from g on. Asks for the values of these keys, if they are read from the cache.
+template <int R, int V, bool FROM_CACHE, class T>
+KF_INLINE void score(const float* q, const KeyTile<T>& tile, int g, int64_t head_dim, float* scores) {
+  simd::f32 acc[R][V];
+  const T* keys[V];
+  repeat<V>([&](auto v) KF_LAMBDA {
+    keys[v] = tile.keys[g + v];
+    repeat<R>([&](auto r) KF_LAMBDA { acc[r][v] = simd::zero(); });
+  });
+  const int64_t stride = tile.key_stride;
+  for (int64_t d = 0; d < head_dim; d += 2) {
+    simd::f32 even[V], odd[V];
+    repeat<V>([&](auto v) KF_LAMBDA {
+      load_key_pair(keys[v], stride, even[v], odd[v]);
+      keys[v] += stride;
+      if constexpr (FROM_CACHE) prefetch<2 * LANES>(tile.values[g + v] + d * LANES);
+    });
+    multiply_add(acc, q + d, QUERY_STRIDE, even);
+    multiply_add(acc, q + d + 1, QUERY_STRIDE, odd);
+  }
+  repeat<R>([&](auto r) KF_LAMBDA {
+    repeat<V>([&](auto v) KF_LAMBDA { simd::store(scores + r * KEY_TILE + (g + v) * LANES, acc[r][v]); });
+  });
+}
+
+// weighted[r] = weighted[r] * shrink[r] + sum over keys [begin, end) of weights[r][key] * value, for V * 16 columns;
+// what is in `weighted` does not count if shrink is null. Asks for the keys of the next tile, if there is one.
+template <int R, int V, bool FROM_CACHE, class T>
+KF_INLINE void weigh(const float* weights, const KeyTile<T>& tile, const KeyTile<T>& next, int begin, int end,
+                     int64_t column, const float* shrink, float* weighted, int64_t head_dim) {
+  simd::f32 acc[R][V];
+  if (shrink) {
+    repeat<R>([&](auto r) KF_LAMBDA {
+      const simd::f32 factor = simd::set1(shrink[r]);
+      const float* old = weighted + r * head_dim + column;
+      repeat<V>([&](auto v) KF_LAMBDA { acc[r][v] = simd::mul(simd::load(old + v * LANES), factor); });
+    });
+  } else {
+    repeat<R>([&](auto r) KF_LAMBDA { repeat<V>([&](auto v) KF_LAMBDA { acc[r][v] = simd::zero(); }); });
+  }
+  const int64_t stride = tile.value_stride;
+  for (int key = begin; key < end;) {
+    const T* values = tile.values[key / LANES] + key % LANES * stride + column;
+    const T* coming = next.keys[key / LANES] + (key % LANES * head_dim + column) / (2 * LANES) * next.key_stride;
+    const int64_t coming_stride = head_dim / (2 * LANES) * next.key_stride;
+    for (const int stop = std::min(end, (key / LANES + 1) * LANES); key < stop; ++key, values += stride) {
+      simd::f32 value[V];
+      load_values(values, value);
+      if constexpr (FROM_CACHE && V > 1) {
+        repeat<V / 2>([&](auto i) KF_LAMBDA { prefetch_key_pair(coming + i * next.key_stride, next.key_stride); });
+        coming += coming_stride;
+      }
+      multiply_add(acc, weights + key, KEY_TILE, value);
+    }
+  }
+  repeat<R>([&](auto r) KF_LAMBDA {
+    repeat<V>([&](auto v) KF_LAMBDA { simd::store(weighted + r * head_dim + column + v * LANES, acc[r][v]); });
+  });
+}
+
+class Attention {
+ public:
+  Attention(const AttentionArgs& args, const Step& step, AttentionPlan& plan)
+      : args_(args), step_(step), plan_(plan), group_(plan.group()), head_dim_(args.cache.head_dim) {}
+
+  int64_t num_tasks() const { return plan_.num_tasks(); }
+
+  void run(int64_t begin, int64_t end, int thread) const {
+    if (args_.cache.is_bf16) {
+      run_items<uint16_t>(plan_.begin_of(begin), plan_.begin_of(end), thread);
+    } else {
+      run_items<float>(plan_.begin_of(begin), plan_.begin_of(end), thread);
+    }
+  }
+
+ private:
+  // A thread's memory. A strip is as many rows as are computed side by side; a block is some strips.
+  struct Scratch {
+    float* keys;         // of a pair of groups after the other [KEY_GROUPS / 2][D][32]
+    float* values;       // [KEY_TILE][D]
+    float* queries;      // [rows][QUERY_STRIDE], D of it used
+    float* scores;       // of a block [rows][KEY_TILE]
+    float* lane_sums;    // [rows][LANES]
+    int32_t* positions;  // [rows]
+    RowStates part;      // of the chunk at hand
+    RowStates whole;     // of all chunks before
+
+    Scratch(float* memory, int64_t rows, int64_t head_dim)
+        : keys(memory),
+          values(keys + KEY_TILE * head_dim),
+          queries(values + KEY_TILE * head_dim),
+          scores(queries + rows * QUERY_STRIDE),
+          lane_sums(scores + BLOCK_ROWS * KEY_TILE),
+          positions(reinterpret_cast<int32_t*>(lane_sums + rows * LANES)),
+          part(lane_sums + rows * (LANES + 1), rows),
+          whole(lane_sums + rows * (LANES + 1) + RowStates::size(rows, head_dim), rows) {}
+  };
+
+  // A strip that attends to keys [begin, end) of a key tile.
+  struct Strip {
+    int64_t row;
+    int begin;
+    int end;
+    bool is_fresh;  // these are its first keys of the chunk
+    RowStates state;
+    float* scores;  // [R][KEY_TILE]
+    float shrink[LANES];
+  };
+
+  template <class T>
+  void run_items(const AttentionPlan::Item* item, const AttentionPlan::Item* end, int thread) const {
+    const Scratch scratch(plan_.scratch(thread), plan_.scratch_rows(), head_dim_);
+    while (item < end) {
+      // Neighbours expand a key tile once for all.
+      AttentionPlan::Item joint = *item;
+      for (++item; item < end && joint.is_followed_by(*item); ++item) {
+        if ((joint.tokens + item->tokens) * group_ > plan_.scratch_rows()) break;
+        joint.tokens += item->tokens;
+        joint.end_chunk = item->end_chunk;
+      }
+      with_rows<T, DIRECT_ROWS>(joint, scratch);
+    }
+  }
+
+  template <class T, int R>
+  void with_rows(const AttentionPlan::Item& item, const Scratch& scratch) const {
+    const int64_t rows = item.tokens * group_;
+    if (rows > DIRECT_ROWS) {
+      attend<T, simd::FLOAT_ROWS, true>(item, scratch);
+    } else if (rows == R) {
+      attend<T, R, false>(item, scratch);
+    } else if constexpr (R > 1) {
+      with_rows<T, R - 1>(item, scratch);
+    }
+  }
+
+  // In strips of R rows, whose keys and values are expanded first or not.
+  template <class T, int R, bool EXPAND>
+  void attend(const AttentionPlan::Item& item, const Scratch& scratch) const {
+    const int64_t rows = item.tokens * group_;
+    load_queries<R>(item, rows, scratch);
+    const int64_t first_key = first_key_of(scratch, 0), end_key = item.position + item.tokens;
+    const int64_t first_chunk = std::max<int64_t>(item.first_chunk, first_key / KEY_CHUNK);
+    KeyTile<T> next;
+    if (first_chunk < item.end_chunk) {
+      next = locate<T>(item, std::max(first_key, first_chunk * KEY_CHUNK) / KEY_TILE * KEY_TILE, first_key, end_key);
+    }
+    for (int64_t chunk = first_chunk; chunk < item.end_chunk; ++chunk) {
+      const int64_t begin = std::max(first_key, chunk * KEY_CHUNK) / KEY_TILE * KEY_TILE;
+      const int64_t end = std::min(end_key, (chunk + 1) * KEY_CHUNK);
+      const RowStates part = item.split < 0 ? scratch.part : plan_.partial(item, chunk);
+      for (int64_t start = begin; start < end; start += KEY_TILE) {
+        const KeyTile<T> tile = next;
+        const bool is_last = start + KEY_TILE >= end_key || (start + KEY_TILE) / KEY_CHUNK >= item.end_chunk;
+        if (!is_last) next = locate<T>(item, start + KEY_TILE, first_key, end_key);
+        if constexpr (EXPAND) {
+          const KeyTile<float> expanded = expand(tile, scratch);
+          for (int64_t row = 0; row < rows; row += BLOCK_ROWS) {
+            const int64_t end_row = std::min(rows, row + BLOCK_ROWS);
+            attend_block<R, 2, false>(item, expanded, expanded, start, row, end_row, part, scratch);
+          }
+        } else {
+          attend_block<R, direct_vectors(R), true>(item, tile, next, start, 0, rows, part, scratch);
+        }
+      }
+      for (int64_t row = 0; row < rows; row += R) {
+        if (!sees_chunk<R>(scratch, row, chunk)) continue;
+        const bool is_first = item.split < 0 && is_first_chunk(scratch, row, chunk);
+        const RowStates& state = is_first ? scratch.whole : part;
+        for (int r = 0; r < R; ++r) state.sum[row + r] = simd::sum(simd::load(scratch.lane_sums + (row + r) * LANES));
+        if (item.split < 0 && !is_first) merge<R>(part, row, scratch.whole);
+      }
+    }
+    if (item.split >= 0) {
+      if (!plan_.finish_piece(item)) return;
+      for (int64_t row = 0; row < rows; row += R) {
+        reset<R>(scratch.whole, row);
+        for (int64_t chunk = 0; chunk < plan_.split(item).pieces; ++chunk) {
+          if (sees_chunk<R>(scratch, row, chunk)) merge<R>(plan_.partial(item, chunk), row, scratch.whole);
+        }
+      }
+    }
+    write(item, rows, scratch.whole);
+  }
+
+  int64_t first_key_of(const Scratch& scratch, int64_t row) const {
+    return args_.window ? std::max<int64_t>(0, scratch.positions[row] + 1 - args_.window) : 0;
+  }
+  // Whether the strip at `row` begins to see keys in this chunk.
+  bool is_first_chunk(const Scratch& scratch, int64_t row, int64_t chunk) const {
+    return first_key_of(scratch, row) / KEY_CHUNK == chunk;
+  }
+  template <int R>
+  bool sees_chunk(const Scratch& scratch, int64_t row, int64_t chunk) const {
+    return first_key_of(scratch, row) < (chunk + 1) * KEY_CHUNK && scratch.positions[row + R - 1] >= chunk * KEY_CHUNK;
+  }
+
+  template <int R>
+  void load_queries(const AttentionPlan::Item& item, int64_t rows, const Scratch& scratch) const {
+    // Scores are in units of log2, for exp2, or of the soft cap.
+    const auto factor = static_cast<float>(args_.softcap != 0 ? args_.scale / args_.softcap : args_.scale * LOG2_E);
+    for (int64_t row = 0; row < round_up(rows, R); ++row) {
+      // Rows that fill the last strip repeat the last row.
+      const int64_t source = std::min(row, rows - 1);
+      scratch.positions[row] = static_cast<int32_t>(item.position + source / group_);
+      const float* q = args_.q + head_of(item, source) * head_dim_;
+      float* out = scratch.queries + row * QUERY_STRIDE;
+      for (int64_t d = 0; d < head_dim_; d += LANES) {
+        simd::store(out + d, simd::mul(simd::load(q + d), simd::set1(factor)));
+      }
+    }
+  }
+
+  // The index of a row's query head among those of all rows of the step's tile.
+  int64_t head_of(const AttentionPlan::Item& item, int64_t row) const {
+    return (item.row + row / group_) * args_.num_heads + item.kv_head * group_ + row % group_;
+  }
+
+  // Finds the positions of [first_key, end_key) that are in the tile from `start` on. Groups without any of them get
+  // the address of a neighbour, which may be read in their stead.
+  template <class T>
+  KeyTile<T> locate(const AttentionPlan::Item& item, int64_t start, int64_t first_key, int64_t end_key) const {
+    KeyTile<T> tile;
+    tile.first = static_cast<int>(std::max<int64_t>(0, first_key - start));
+    tile.last = static_cast<int>(std::min<int64_t>(KEY_TILE, end_key - start));
+    const KvCache& cache = args_.cache;
+    const int64_t size = cache.block_size, half = size * head_dim_;
+    constexpr int64_t KEY_STEP = sizeof(T) == 2 ? 2 : 1;
+    const int32_t* table = step_.block_table + item.request * step_.block_table_stride;
+    const int first_group = tile.first / LANES, last_group = (tile.last - 1) / LANES;
+    int64_t index = (start + first_group * LANES) / size, offset = (start + first_group * LANES) % size;
+    for (int g = first_group; g <= last_group; ++g) {
+      const int64_t pair = table[index] * cache.num_kv_heads + item.kv_head;
+      const T* block = static_cast<const T*>(cache.data) + pair * 2 * half;
+      tile.keys[g] = block + offset * KEY_STEP;
+      tile.values[g] = block + half + offset * head_dim_;
+      offset += LANES;
+      if (offset == size) {
+        offset = 0;
+        ++index;
+      }
+    }
+    for (int g = 0; g < KEY_GROUPS; ++g) {
+      const int known = std::min(std::max(g, first_group), last_group);
+      tile.keys[g] = tile.keys[known];
+      tile.values[g] = tile.values[known];
+    }
+    tile.key_stride = 2 * size;
+    tile.value_stride = head_dim_;
+    return tile;
+  }
+
+  // Copies a tile to the thread's memory as floats; values keep the order in which load_values brings their columns.
+  template <class T>
+  KeyTile<float> expand(const KeyTile<T>& tile, const Scratch& scratch) const {
+    KeyTile<float> expanded;
+    expanded.first = tile.first;
+    expanded.last = tile.last;
+    expanded.key_stride = 4 * LANES;
+    expanded.value_stride = head_dim_;
+    for (int g = 0; g < KEY_GROUPS; ++g) {
+      expanded.keys[g] = scratch.keys + (g / 2 * head_dim_ * 2 + g % 2) * LANES;
+      expanded.values[g] = scratch.values + g * LANES * head_dim_;
+    }
+    for (int g = tile.first / LANES; g <= (tile.last - 1) / LANES; ++g) {
+      const T* keys = tile.keys[g];
+      float* to = scratch.keys + (g / 2 * head_dim_ * 2 + g % 2) * LANES;
+      for (int64_t d = 0; d < head_dim_; d += 2, keys += tile.key_stride, to += 4 * LANES) {
+        simd::f32 even, odd;
+        load_key_pair(keys, tile.key_stride, even, odd);
+        simd::store(to, even);
+        simd::store(to + 2 * LANES, odd);
+      }
+    }
+    for (int key = tile.first; key < tile.last; ++key) {
+      const T* values = tile.values[key / LANES] + key % LANES * head_dim_;
+      float* to = scratch.values + key * head_dim_;
+      int64_t d = 0;
+      for (; d + 2 * LANES <= head_dim_; d += 2 * LANES) {
+        simd::f32 v[2];
+        load_values(values + d, v);
+        simd::store(to + d, v[0]);
+        simd::store(to + d + LANES, v[1]);
+      }
+      if (d < head_dim_) {
+        simd::f32 v[1];
+        load_values(values + d, v);
+        simd::store(to + d, v[0]);
+      }
+    }
+    return expanded;
+  }
+
+  // Lets rows [row, end_row) attend to the key tile that begins at position `start`. Loops so that what several strips
+  // need is in the first cache level when they come: V groups of keys, then V vectors of every value.
+  template <int R, int V, bool FROM_CACHE, class T>
+  void attend_block(const AttentionPlan::Item& item, const KeyTile<T>& tile, const KeyTile<T>& next, int64_t start,
+                    int64_t row, int64_t end_row, const RowStates& part, const Scratch& scratch) const {
+    Strip strips[FROM_CACHE ? 1 : BLOCK_ROWS / R];
+    int count = 0;
+    float* scores = scratch.scores;
+    for (; row < end_row; row += R) {
+      const int64_t first_key = first_key_of(scratch, row);
+      Strip& strip = strips[count];
+      strip.end = static_cast<int>(std::min<int64_t>(KEY_TILE, scratch.positions[row + R - 1] + 1 - start));
+      strip.begin = static_cast<int>(std::max<int64_t>(0, first_key - start));
+      if (strip.begin >= strip.end) continue;
+      strip.row = row;
+      strip.is_fresh = std::max(first_key, start / KEY_CHUNK * KEY_CHUNK) >= start;
+      const bool is_first = item.split < 0 && is_first_chunk(scratch, row, start / KEY_CHUNK);
+      strip.state = (is_first ? scratch.whole : part).from(row, head_dim_);
+      strip.scores = scores;
+      scores += R * KEY_TILE;
+      ++count;
+    }
+    for (int g = 0; g < KEY_GROUPS; g += V) {
+      for (int i = 0; i < count; ++i) {
+        const Strip& strip = strips[i];
+        if (strip.begin >= (g + V) * LANES || strip.end <= g * LANES) continue;
+        score<R, V, FROM_CACHE>(scratch.queries + strip.row * QUERY_STRIDE, tile, g, head_dim_, strip.scores);
+      }
+    }
+    for (int i = 0; i < count; ++i) weights<R>(start, strips[i], scratch);
+    weigh_columns<R, V, FROM_CACHE>(tile, next, 0, strips, count);
+  }
+
+  // All columns from `column` on, V vectors at a time and then half as many.
+  template <int R, int V, bool FROM_CACHE, class T>
+  void weigh_columns(const KeyTile<T>& tile, const KeyTile<T>& next, int64_t column, const Strip* strips,
+                     int count) const {
+    for (; column + V * LANES <= head_dim_; column += V * LANES) {
+      for (int i = 0; i < count; ++i) {
+        const Strip& strip = strips[i];
+        weigh<R, V, FROM_CACHE>(strip.scores, tile, next, strip.begin, strip.end, column,
+                                strip.is_fresh ? nullptr : strip.shrink, strip.state.weighted, head_dim_);
+      }
+    }
+    if constexpr (V > 1) weigh_columns<R, V / 2, FROM_CACHE>(tile, next, column, strips, count);
+  }
+
+  // Turns scores into weights, given the highest score so far.
+  template <int R>
+  void weights(int64_t start, Strip& strip, const Scratch& scratch) const {
+    const int first = strip.begin / LANES, last = (strip.end + LANES - 1) / LANES;
+    const int32_t* positions = scratch.positions + strip.row;
+    if (args_.softcap != 0) cap<R>(strip.scores, first, last);
+    const bool hides_later = positions[0] + 1 - start < last * LANES;
+    const bool hides_earlier = args_.window && positions[R - 1] + 1 - args_.window - start > first * LANES;
+    if (hides_later || hides_earlier) hide<R>(positions, start, strip.scores, first, last);
+    float here[LANES] = {};
+    for (int r = 0; r < R; ++r) {
+      const float* s = strip.scores + r * KEY_TILE;
+      simd::f32 top = simd::load(s + first * LANES);
+      for (int g = first + 1; g < last; ++g) top = simd::max(top, simd::load(s + g * LANES));
+      here[r] = simd::largest(top);
+    }
+    const simd::f32 before = strip.is_fresh ? simd::set1(LOWEST_SCORE) : simd::load_first(strip.state.highest, R);
+    const simd::f32 now = simd::max(before, simd::load(here));
+    simd::store_first(strip.state.highest, now, R);
+    simd::store(strip.shrink, simd::exp2(simd::sub(before, now)));
+    for (int r = 0; r < R; ++r) {
+      float* s = strip.scores + r * KEY_TILE;
+      float* lane_sums = scratch.lane_sums + (strip.row + r) * LANES;
+      const simd::f32 top = simd::set1(strip.state.highest[r]);
+      simd::f32 sum = strip.is_fresh ? simd::zero() : simd::mul(simd::load(lane_sums), simd::set1(strip.shrink[r]));
+      for (int g = first; g < last; ++g) {
+        const simd::f32 weight = simd::exp2(simd::sub(simd::load(s + g * LANES), top));
+        simd::store(s + g * LANES, weight);
+        sum = simd::add(sum, weight);
+      }
+      simd::store(lane_sums, sum);
+    }
+  }
+
+  template <int R>
+  void cap(float* scores, int first, int last) const {
+    const simd::f32 limit = simd::set1(static_cast<float>(args_.softcap * LOG2_E));
+    for (int r = 0; r < R; ++r) {
+      for (int g = first; g < last; ++g) {
+        float* at = scores + r * KEY_TILE + g * LANES;
+        simd::store(at, simd::mul(simd::tanh(simd::load(at)), limit));
+      }
+    }
+  }
+
+  template <int R>
+  void hide(const int32_t* positions, int64_t start, float* scores, int first, int last) const {
+    for (int r = 0; r < R; ++r) {
+      const auto end = static_cast<int>(positions[r] + 1 - start);
+      const auto begin = args_.window ? static_cast<int>(positions[r] + 1 - args_.window - start) : 0;
+      for (int g = first; g < last; ++g) {
+        float* at = scores + r * KEY_TILE + g * LANES;
+        const simd::mask is_earlier = simd::first(std::max(0, begin - g * LANES));
+        const simd::mask is_not_later = simd::first(std::max(0, end - g * LANES));
+        simd::f32 s = simd::select(is_not_later, simd::load(at), simd::set1(-INFINITY));
+        simd::store(at, simd::select(is_earlier, simd::set1(-INFINITY), s));
+      }
+    }
+  }
+
+  template <int R>
+  void reset(const RowStates& states, int64_t row) const {
+    std::fill(states.highest + row, states.highest + row + R, LOWEST_SCORE);
+    std::fill(states.sum + row, states.sum + row + R, 0.0f);
+    std::fill(states.weighted + row * head_dim_, states.weighted + (row + R) * head_dim_, 0.0f);
+  }
+
+  // whole += part, for a strip.
+  template <int R>
+  void merge(const RowStates& all_parts, int64_t row, const RowStates& all) const {
+    const RowStates part = all_parts.from(row, head_dim_), whole = all.from(row, head_dim_);
+    const simd::f32 before = simd::load_first(whole.highest, R), here = simd::load_first(part.highest, R);
+    const simd::f32 now = simd::max(before, here);
+    const simd::f32 kept = simd::exp2(simd::sub(before, now)), taken = simd::exp2(simd::sub(here, now));
+    simd::store_first(whole.highest, now, R);
+    const simd::f32 sum = simd::mul(simd::load_first(whole.sum, R), kept);
+    simd::store_first(whole.sum, simd::fma(simd::load_first(part.sum, R), taken, sum), R);
+    float keep[LANES], take[LANES];
+    simd::store(keep, kept);
+    simd::store(take, taken);
+    for (int r = 0; r < R; ++r) {
+      for (int64_t at = r * head_dim_; at < (r + 1) * head_dim_; at += LANES) {
+        const simd::f32 old = simd::mul(simd::load(whole.weighted + at), simd::set1(keep[r]));
+        simd::store(whole.weighted + at, simd::fma(simd::load(part.weighted + at), simd::set1(take[r]), old));
+      }
+    }
+  }
+
+  void write(const AttentionPlan::Item& item, int64_t rows, const RowStates& whole) const {
+    for (int64_t row = 0; row < rows; ++row) {
+      const float inverse = 1.0f / whole.sum[row];
+      const float* weighted = whole.weighted + row * head_dim_;
+      float* out = args_.out + head_of(item, row) * head_dim_;
+      int64_t d = 0;
+      if (args_.cache.is_bf16) {
+        for (; d + 2 * LANES <= head_dim_; d += 2 * LANES) interleave(weighted + d, inverse, out + d);
+      }
+      for (; d < head_dim_; ++d) out[d] = weighted[d] * inverse;
+    }
+  }
+
+  static void interleave(const float* __restrict halves, float factor, float* __restrict out) {
+    for (int i = 0; i < LANES; ++i) {
+      out[2 * i] = halves[i] * factor;
+      out[2 * i + 1] = halves[LANES + i] * factor;
+    }
+  }
+
+  static constexpr double LOG2_E = 1.4426950408889634;
+
+  const AttentionArgs& args_;
+  const Step& step_;
+  AttentionPlan& plan_;
+  const int64_t group_;
+  const int64_t head_dim_;
+};
+
+// One task a row and head: the query heads, then the KV heads.
+class RotateAndWrite {
+ public:
+  RotateAndWrite(const RotateAndWriteArgs& args, const Step& step, int64_t first_row, int64_t rows)
+      : args_(args), step_(step), first_row_(first_row), rows_(rows), head_dim_(args.cache.head_dim) {}
+
+  int64_t num_tasks() const { return rows_ * (args_.num_heads + args_.cache.num_kv_heads); }
+
+  void run(int64_t begin, int64_t end, int /*thread*/) const {
+    const int64_t heads = args_.num_heads + args_.cache.num_kv_heads;
+    int64_t row = begin / heads, head = begin % heads;
+    for (int64_t task = begin; task < end; ++task) {
+      if (head < args_.num_heads) {
+        const int64_t at = (row * args_.num_heads + head) * head_dim_;
+        rotate(args_.q + at, args_.q_norm, row, args_.q_out + at);
+      } else if (args_.cache.is_bf16) {
+        write<uint16_t>(row, head - args_.num_heads);
+      } else {
+        write<float>(row, head - args_.num_heads);
+      }
+      if (++head == heads) {
+        head = 0;
+        ++row;
+      }
+    }
+  }
+
+ private:
+  void rotate(const float* x, const float* norm, int64_t row, float* out) const {
+    float normed[LARGEST_HEAD];
+    if (norm) {
+      const auto eps = static_cast<float>(args_.eps), offset = static_cast<float>(args_.offset);
+      rms_norm_row(x, norm, nullptr, normed, head_dim_, eps, offset);
+      x = normed;
+    }
+    const int64_t half = head_dim_ / 2;
+    const float* cosines = args_.table + step_.positions[first_row_ + row] * head_dim_;
+    for (int64_t i = 0; i < half; i += LANES) {
+      const int count = static_cast<int>(std::min<int64_t>(LANES, half - i));
+      const simd::f32 cosine = simd::load_first(cosines + i, count), sine = simd::load_first(cosines + half + i, count);
+      const simd::f32 first = simd::load_first(x + i, count), second = simd::load_first(x + half + i, count);
+      simd::store_first(out + i, simd::sub(simd::mul(first, cosine), simd::mul(second, sine)), count);
+      simd::store_first(out + half + i, simd::add(simd::mul(second, cosine), simd::mul(first, sine)), count);
+    }
+  }
+
+  template <class T>
+  void write(int64_t row, int64_t kv_head) const {
+    const KvCache& cache = args_.cache;
+    const int64_t slot = step_.slot_mapping[first_row_ + row], size = cache.block_size;
+    const int64_t block = slot / size, offset = slot % size;
+    T* keys = static_cast<T*>(cache.data) + (block * cache.num_kv_heads + kv_head) * 2 * size * head_dim_;
+    T* values = keys + (size + offset) * head_dim_;
+    const int64_t at = (row * cache.num_kv_heads + kv_head) * head_dim_;
+    float key[LARGEST_HEAD];
+    rotate(args_.k + at, args_.k_norm, row, key);
+    if constexpr (sizeof(T) == 2) {
+      uint16_t narrow[LARGEST_HEAD];
+      for (int64_t d = 0; d < head_dim_; d += LANES) {
+        simd::store_bf16(narrow + d, simd::load(key + d));
+        simd::store_bf16(values + d, simd::load(args_.v + at + d));
+      }
+      for (int64_t d = 0; d < head_dim_; d += 2) std::memcpy(keys + d * size + 2 * offset, narrow + d, 4);
+    } else {
+      for (int64_t d = 0; d < head_dim_; ++d) keys[d * size + offset] = key[d];
+      std::memcpy(values, args_.v + at, head_dim_ * sizeof(float));
+    }
+  }
+
+  const RotateAndWriteArgs& args_;
+  const Step& step_;
+  const int64_t first_row_;
+  const int64_t rows_;
+  const int64_t head_dim_;
+};
+
+// Copies the first num_tokens[i] slots of block src[i] into block dst[i]. All copies read before any writes.
+inline void copy_blocks(const KvCache& cache, const int64_t* src, const int64_t* dst, const int64_t* num_tokens,
+                        int64_t count) {
+  // A slot has four bytes in each row of the keys, two elements or one.
+  const int64_t value_bytes = cache.head_dim * (cache.is_bf16 ? 2 : 4), key_rows = value_bytes / 4;
+  const int64_t half_bytes = cache.block_size * value_bytes;
+  auto* data = static_cast<uint8_t*>(cache.data);
+  std::vector<uint8_t> copies;
+  // Calls visit(address, bytes) for each run of bytes that the first `tokens` slots of a block occupy.
+  auto visit_runs = [&](int64_t block, int64_t tokens, auto visit) {
+    for (int64_t head = 0; tokens > 0 && head < cache.num_kv_heads; ++head) {
+      uint8_t* keys = data + (block * cache.num_kv_heads + head) * 2 * half_bytes;
+      for (int64_t row = 0; row < key_rows; ++row) {
+        visit(keys + row * cache.block_size * 4, tokens * 4);
+      }
+      visit(keys + half_bytes, tokens * value_bytes);
+    }
+  };
+  for (int64_t i = 0; i < count; ++i) {
+    visit_runs(src[i], num_tokens[i], [&](const uint8_t* p, int64_t bytes) {
+      copies.insert(copies.end(), p, p + bytes);
+    });
+  }
+  const uint8_t* from = copies.data();
+  for (int64_t i = 0; i < count; ++i) {
+    visit_runs(dst[i], num_tokens[i], [&](uint8_t* p, int64_t bytes) {
+      std::memcpy(p, from, bytes);
+      from += bytes;
+    });
+  }
+}
+
+}  // namespace kitfox

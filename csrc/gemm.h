@@ -1,0 +1,500 @@
+// Matrix products of a few rows of activations with packed weights.
+//
+// A task is two panels (32 output channels) for all rows of the tile: the panels are read from memory once and stay in
+// the first cache levels while tiles of rows pass over them. An output element is one accumulator, summed sequentially
+// along K whatever the number of rows, so its bits depend on nothing else in the batch.
+//
+// Quantised weights: activations are codes in groups along K, and a group's dot product is exact in int32. With
+// unsigned weight codes c and signed activation codes a, sum((c - zero) * a) = sum(c * a) - zero * sum(a), so the
+// accumulator starts at -zero * sum(a) and no correction row is stored.
+#pragma once
+
+#include <algorithm>
+#include <array>
+#include <utility>
+
+#include "ops.h"
+#include "program.h"
+#include "simd.h"
+
+namespace kitfox {
+
+constexpr int PANEL_CHANNELS = 16;
+constexpr int TASK_PANELS = 2;
+constexpr int TASK_CHANNELS = PANEL_CHANNELS * TASK_PANELS;
+
+// Addresses of up to 12 rows from few registers: a base every four rows, and multiples of the stride.
+template <int R, class T>
+struct RowPointers {
+  const T* base[(R + 3) / 4];
+  int64_t stride;
+
+  RowPointers(const T* first, int64_t row_stride) : stride(row_stride) {
+    for (int i = 0; i < (R + 3) / 4; ++i) base[i] = first + 4 * i * row_stride;
+  }
+  KF_INLINE const T* at(int row) const { return base[row / 4] + (row % 4) * stride; }
+  KF_INLINE void advance(int64_t count) {
+#pragma GCC unroll 3
+    for (int i = 0; i < (R + 3) / 4; ++i) base[i] += count;
+  }
+};
+
+// Fetches memory at an even pace: `step` bytes of each panel for every line of weights that is multiplied. Hardware
+// does not: its streams end at every page of 4 KiB. Past the end of the weights it is harmless.
+struct Prefetch {
+  const uint8_t* at;
+  int64_t panel_bytes;
+  int64_t step;
+
+  template <int V>
+  KF_INLINE void advance() {
+#pragma GCC unroll 4
+    for (int v = 0; v < V; ++v) __builtin_prefetch(at + v * panel_bytes, 0, 2);
+    at += step;
+  }
+};
+
+// A tile of up to 12 rows by one or two panels: a function fills out [R][V * 16] with sums over K, before channel scales.
+struct TileInputs {
+  const Weight* weight;
+  int64_t first_panel;
+  int64_t first_row;
+  const float* x;      // [rows, K], for float formats
+  const Codes* codes;  // for kGrouped
+  Prefetch next;
+};
+using TileFunction = void (*)(const TileInputs&, float* out);
+constexpr int MAX_TILE_ROWS = 12;
+
+template <int R, int V>
+KF_INLINE void multiply_add(simd::f32 (&acc)[R][V], const RowPointers<R, float>& x, int offset,
+                            const simd::f32 (&w)[V]) {
+#pragma GCC unroll 12
+  for (int r = 0; r < R; ++r) {
+    const simd::f32 a = simd::set1(x.at(r)[offset]);
+#pragma GCC unroll 4
+    for (int v = 0; v < V; ++v) simd::accumulate(acc[r][v], a, w[v]);
+  }
+}
+
+template <Format F, int R, int V>
+void float_tile(const TileInputs& in, float* out) {
+  const Weight& weight = *in.weight;
+  const int64_t k = weight.num_columns;
+  const uint8_t* panel[V];
+  simd::f32 acc[R][V];
+#pragma GCC unroll 4
+  for (int v = 0; v < V; ++v) panel[v] = weight.panels + (in.first_panel + v) * weight.panel_bytes;
+#pragma GCC unroll 12
+  for (int r = 0; r < R; ++r) {
+#pragma GCC unroll 4
+    for (int v = 0; v < V; ++v) acc[r][v] = simd::zero();
+  }
+  RowPointers<R, float> x(in.x + in.first_row * k, k);
+  Prefetch next = in.next;
+  if constexpr (F == Format::kBfloat16) {
+    simd::f32 even[V], odd[V];
+    auto load = [&]() __attribute__((always_inline)) {
+#pragma GCC unroll 4
+      for (int v = 0; v < V; ++v) {
+        simd::load_bf16_pairs(reinterpret_cast<const uint16_t*>(panel[v]), even[v], odd[v]);
+        panel[v] += 64;
+      }
+    };
+    for (int64_t pair = 0; pair < k / 2; ++pair) {
+      load();
+      next.advance<V>();
+      multiply_add<R, V>(acc, x, 0, even);
+      multiply_add<R, V>(acc, x, 1, odd);
+      x.advance(2);
+    }
+    if (k % 2) {
+      load();
+      multiply_add<R, V>(acc, x, 0, even);
+    }
+  } else {
+    simd::f32 w[V];
+    for (int64_t i = 0; i < k; ++i) {
+#pragma GCC unroll 4
+      for (int v = 0; v < V; ++v) {
+        if constexpr (F == Format::kFloat32) {
+          w[v] = simd::load(reinterpret_cast<const float*>(panel[v]));
+          panel[v] += 64;
+        } else {
+          w[v] = simd::load_f16(reinterpret_cast<const uint16_t*>(panel[v]));
+          panel[v] += 32;
+        }
+      }
+      next.advance<V>();
+      multiply_add<R, V>(acc, x, 0, w);
+      x.advance(1);
+    }
+  }
+#pragma GCC unroll 12
+  for (int r = 0; r < R; ++r) {
+#pragma GCC unroll 4
+    for (int v = 0; v < V; ++v) simd::store(out + (r * V + v) * simd::LANES, acc[r][v]);
+  }
+}
+
+template <ScaleType S>
+KF_INLINE simd::f32 load_scale(const uint8_t* p) {
+  if constexpr (S == ScaleType::kFloat16) return simd::load_f16(reinterpret_cast<const uint16_t*>(p));
+  return simd::load(reinterpret_cast<const float*>(p));
+}
+
+template <int BITS, int GROUP, ScaleType S, bool MINIMUM, int R, int V>
+void grouped_tile(const TileInputs& in, float* out) {
+  constexpr int64_t SCALE_BYTES = S == ScaleType::kFloat16 ? 32 : 64;
+  constexpr int64_t GROUP_BYTES = PANEL_CHANNELS * GROUP * BITS / 8;
+  const Weight& weight = *in.weight;
+  const int64_t groups = (weight.num_columns + GROUP - 1) / GROUP;
+  const uint8_t* panel[V];
+  const uint8_t* scales[V];
+#pragma GCC unroll 4
+  for (int v = 0; v < V; ++v) {
+    panel[v] = weight.panels + (in.first_panel + v) * weight.panel_bytes;
+    scales[v] = panel[v] + groups * GROUP_BYTES;
+  }
+  // Registers hold the dot products of one group. What they add up to is touched once a group: where it does not fit
+  // beside them it waits in memory.
+  constexpr bool IN_MEMORY = R * V * 2 + V + 2 > simd::REGISTERS;
+  simd::f32 acc[R][V];
+  float memory[IN_MEMORY ? R * V : 1][simd::LANES];
+  auto total = [&](int r, int v) __attribute__((always_inline)) {
+    return IN_MEMORY ? simd::load(memory[r * V + v]) : acc[r][v];
+  };
+  auto set_total = [&](int r, int v, simd::f32 y) __attribute__((always_inline)) {
+    if constexpr (IN_MEMORY) {
+      simd::store(memory[r * V + v], y);
+    } else {
+      acc[r][v] = y;
+    }
+  };
+#pragma GCC unroll 12
+  for (int r = 0; r < R; ++r) {
+#pragma GCC unroll 4
+    for (int v = 0; v < V; ++v) set_total(r, v, simd::zero());
+  }
+  const Codes& codes = *in.codes;
+  RowPointers<R, int8_t> a(codes.codes + in.first_row * groups * GROUP, groups * GROUP);
+  RowPointers<R, int32_t> sum(codes.sum + in.first_row * groups, groups);
+  RowPointers<R, float> scale(codes.scale + in.first_row * groups, groups);
+  RowPointers<R, float> scaled_sum(codes.scaled_sum + in.first_row * groups, groups);
+  Prefetch next = in.next;
+  for (int64_t g = 0; g < groups; ++g) {
+    simd::i32 dot[R][V];
+#pragma GCC unroll 12
+    for (int r = 0; r < R; ++r) {
+      const simd::i32 start = simd::set1_i32(-weight.zero * *sum.at(r));
+#pragma GCC unroll 4
+      for (int v = 0; v < V; ++v) dot[r][v] = start;
+    }
+    auto multiply = [&](const simd::u8x64(&w)[V], int offset) __attribute__((always_inline)) {
+#pragma GCC unroll 12
+      for (int r = 0; r < R; ++r) {
+        const simd::i32 x = simd::broadcast4(a.at(r) + offset);
+#pragma GCC unroll 4
+        for (int v = 0; v < V; ++v) simd::dot4(dot[r][v], w[v], x);
+      }
+    };
+    constexpr int BYTES_A_LOAD = BITS == 8 ? 4 : 8;  // activations that one load of weights meets
+#pragma GCC unroll 4
+    for (int i = 0; i < GROUP / BYTES_A_LOAD; ++i) {
+      next.advance<V>();
+      simd::u8x64 low[V], high[V];
+#pragma GCC unroll 4
+      for (int v = 0; v < V; ++v) {
+        if constexpr (BITS == 8) {
+          low[v] = simd::load_u8(panel[v] + 64 * i);
+        } else {
+          simd::load_u4(panel[v] + 64 * i, low[v], high[v]);
+        }
+      }
+      multiply(low, BYTES_A_LOAD * i);
+      if constexpr (BITS == 4) multiply(high, BYTES_A_LOAD * i + 4);
+    }
+    simd::f32 w_scale[V], w_minimum[V];
+#pragma GCC unroll 4
+    for (int v = 0; v < V; ++v) {
+      panel[v] += GROUP_BYTES;
+      if constexpr (S != ScaleType::kChannel) {
+        w_scale[v] = load_scale<S>(scales[v]);
+        if constexpr (MINIMUM) w_minimum[v] = load_scale<S>(scales[v] + groups * SCALE_BYTES);
+        scales[v] += SCALE_BYTES;
+      }
+    }
+#pragma GCC unroll 12
+    for (int r = 0; r < R; ++r) {
+      const simd::f32 x_scale = simd::set1(*scale.at(r));
+#pragma GCC unroll 4
+      for (int v = 0; v < V; ++v) {
+        simd::f32 y = total(r, v);
+        if constexpr (S == ScaleType::kChannel) {
+          y = simd::fma(simd::to_f32(dot[r][v]), x_scale, y);
+        } else {
+          y = simd::fma(simd::mul(simd::to_f32(dot[r][v]), x_scale), w_scale[v], y);
+        }
+        if constexpr (MINIMUM) y = simd::fma(w_minimum[v], simd::set1(*scaled_sum.at(r)), y);
+        set_total(r, v, y);
+      }
+    }
+    a.advance(GROUP);
+    sum.advance(1);
+    scale.advance(1);
+    scaled_sum.advance(1);
+  }
+#pragma GCC unroll 12
+  for (int r = 0; r < R; ++r) {
+#pragma GCC unroll 4
+    for (int v = 0; v < V; ++v) simd::store(out + (r * V + v) * simd::LANES, total(r, v));
+  }
+}
+
+// The functions of one format: [V - 1][R - 1].
+struct TileTable {
+  int max_rows;
+  TileFunction tiles[TASK_PANELS][MAX_TILE_ROWS];
+};
+
+template <Format F, int... I>
+constexpr TileTable float_table(std::integer_sequence<int, I...>) {
+  return {simd::FLOAT_ROWS, {{float_tile<F, I + 1, 1>...}, {float_tile<F, I + 1, 2>...}}};
+}
+
+template <int BITS, int GROUP, ScaleType S, bool MINIMUM, int... I>
+constexpr TileTable grouped_table(std::integer_sequence<int, I...>) {
+  return {simd::INT8_ROWS,
+          {{grouped_tile<BITS, GROUP, S, MINIMUM, I + 1, 1>...}, {grouped_tile<BITS, GROUP, S, MINIMUM, I + 1, 2>...}}};
+}
+
+inline const TileTable& tiles_for(const Weight& weight) {
+  constexpr auto FLOAT_SIZES = std::make_integer_sequence<int, simd::FLOAT_ROWS>();
+  constexpr auto INT8_SIZES = std::make_integer_sequence<int, simd::INT8_ROWS>();
+  static constexpr TileTable FLOAT32 = float_table<Format::kFloat32>(FLOAT_SIZES);
+  static constexpr TileTable BFLOAT16 = float_table<Format::kBfloat16>(FLOAT_SIZES);
+  static constexpr TileTable FLOAT16 = float_table<Format::kFloat16>(FLOAT_SIZES);
+  static constexpr TileTable INT8 = grouped_table<8, 64, ScaleType::kChannel, false>(INT8_SIZES);
+  static constexpr TileTable CODES8_HALF = grouped_table<8, 32, ScaleType::kFloat16, false>(INT8_SIZES);
+  static constexpr TileTable CODES8_HALF_MINIMUM = grouped_table<8, 32, ScaleType::kFloat16, true>(INT8_SIZES);
+  static constexpr TileTable CODES4_HALF = grouped_table<4, 32, ScaleType::kFloat16, false>(INT8_SIZES);
+  static constexpr TileTable CODES4_HALF_MINIMUM = grouped_table<4, 32, ScaleType::kFloat16, true>(INT8_SIZES);
+  static constexpr TileTable CODES8_OF_16 = grouped_table<8, 16, ScaleType::kFloat32, false>(INT8_SIZES);
+  static constexpr TileTable CODES8_MINIMUM = grouped_table<8, 32, ScaleType::kFloat32, true>(INT8_SIZES);
+  static constexpr TileTable CODES4_MINIMUM = grouped_table<4, 32, ScaleType::kFloat32, true>(INT8_SIZES);
+  switch (static_cast<Format>(weight.format)) {
+    case Format::kFloat32: return FLOAT32;
+    case Format::kBfloat16: return BFLOAT16;
+    case Format::kFloat16: return FLOAT16;
+    case Format::kGrouped: break;
+  }
+  const bool wide = weight.bits == 8;
+  switch (static_cast<ScaleType>(weight.scale_type)) {
+    case ScaleType::kChannel: return INT8;
+    case ScaleType::kFloat16:
+      if (weight.has_minimum) return wide ? CODES8_HALF_MINIMUM : CODES4_HALF_MINIMUM;
+      return wide ? CODES8_HALF : CODES4_HALF;
+    case ScaleType::kFloat32: break;
+  }
+  if (weight.group == 16) return CODES8_OF_16;
+  return wide ? CODES8_MINIMUM : CODES4_MINIMUM;
+}
+
+// A column of tiles: `rows` rows, divided evenly into tiles, by one or two panels from `first_panel` on. Calls
+// use(first row, count, sums [count][V * 16]) for each. While the tiles pass over their panels each fetches its share of
+// the panels from `next_panel` on.
+template <class Use>
+void over_tiles(const TileTable& table, const Weight& weight, int64_t first_panel, int64_t next_panel, int64_t rows,
+                const float* x, const Codes& codes, const Use& use) {
+  alignas(64) float sums[MAX_TILE_ROWS * TASK_PANELS * PANEL_CHANNELS];
+  const int64_t num_panels = (weight.num_rows + PANEL_CHANNELS - 1) / PANEL_CHANNELS;
+  const int64_t panels = std::min<int64_t>(TASK_PANELS, num_panels - first_panel);
+  const int64_t num_tiles = (rows + table.max_rows - 1) / table.max_rows;
+  TileInputs in{&weight, first_panel, 0, x, &codes, {}};
+  for (int64_t i = 0; i < num_tiles; ++i) {
+    const int64_t count = rows / num_tiles + (i < rows % num_tiles);
+    const uint8_t* share = weight.panels + next_panel * weight.panel_bytes + i * (weight.panel_bytes / num_tiles);
+    in.next = {share, weight.panel_bytes, (64 + num_tiles - 1) / num_tiles};
+    table.tiles[panels - 1][count - 1](in, sums);
+    use(in.first_row, count, panels, sums);
+    in.first_row += count;
+  }
+}
+
+class Linear {
+ public:
+  Linear(const LinearArgs& args, int64_t rows, float* out) : args_(args), weight_(*args.weight), rows_(rows), out_(out) {}
+
+  int64_t num_tasks() const { return (weight_.num_rows + TASK_CHANNELS - 1) / TASK_CHANNELS; }
+
+  void run(int64_t begin, int64_t end, int /*thread*/) const {
+    const TileTable& table = tiles_for(weight_);
+    for (int64_t task = begin; task < end; ++task) {
+      const int64_t panel = task * TASK_PANELS;
+      over_tiles(table, weight_, panel, panel + TASK_PANELS, rows_, args_.x, args_.codes,
+                 [&](int64_t row, int64_t count, int64_t panels, const float* sums) {
+                   for (int64_t v = 0; v < panels; ++v) finish(row, count, panels, panel + v, sums + v * PANEL_CHANNELS);
+                 });
+    }
+  }
+
+ private:
+  // What happens to finished sums: channel scale, bias, residual, soft cap, store.
+  void finish(int64_t first_row, int64_t rows, int64_t panels, int64_t panel, const float* sums) const {
+    const int64_t channel = panel * PANEL_CHANNELS;
+    const int count = static_cast<int>(std::min<int64_t>(PANEL_CHANNELS, weight_.num_rows - channel));
+    const simd::f32 cap = simd::set1(static_cast<float>(args_.softcap));
+    const simd::f32 scale = weight_.channel_scale ? simd::load(weight_.channel_scale + channel) : simd::set1(1.0f);
+    const simd::f32 bias = args_.bias ? simd::load_first(args_.bias + channel, count) : simd::zero();
+    for (int64_t r = 0; r < rows; ++r) {
+      const int64_t at = (first_row + r) * weight_.num_rows + channel;
+      simd::f32 y = simd::load(sums + r * panels * PANEL_CHANNELS);
+      if (weight_.channel_scale) y = simd::mul(y, scale);
+      if (args_.bias) y = simd::add(y, bias);
+      if (args_.residual) y = simd::add(y, simd::load_first(args_.residual + at, count));
+      if (args_.softcap != 0) y = simd::mul(simd::tanh(simd::div(y, cap)), cap);
+      simd::store_first(out_ + at, y, count);
+    }
+  }
+
+  const LinearArgs& args_;
+  const Weight& weight_;
+  const int64_t rows_;
+  float* const out_;
+};
+
+// A head's product for those who only want to know where it is largest: the logits never are in memory.
+class LinearArgmax {
+ public:
+  LinearArgmax(const LinearArgmaxArgs& args, int64_t rows) : args_(args), weight_(*args.weight), rows_(rows) {}
+
+  int64_t num_tasks() const { return (weight_.num_rows + TASK_CHANNELS - 1) / TASK_CHANNELS; }
+
+  void run(int64_t begin, int64_t end, int /*thread*/) const {
+    const TileTable& table = tiles_for(weight_);
+    for (int64_t task = begin; task < end; ++task) {
+      const int64_t panel = task * TASK_PANELS;
+      over_tiles(table, weight_, panel, panel + TASK_PANELS, rows_, args_.x, args_.codes,
+                 [&](int64_t row, int64_t count, int64_t panels, const float* sums) {
+                   for (int64_t r = 0; r < count; ++r) find(task, row + r, sums + r * panels * PANEL_CHANNELS);
+                 });
+    }
+  }
+
+ private:
+  void find(int64_t task, int64_t row, const float* sums) const {
+    const int64_t channel = task * TASK_CHANNELS;
+    const int64_t channels = std::min<int64_t>(TASK_CHANNELS, weight_.num_rows - channel);
+    float y[TASK_CHANNELS];
+    simd::f32 largest = simd::set1(-INFINITY), poison = simd::zero();
+    for (int64_t i = 0; i < channels; i += simd::LANES) {
+      const int count = static_cast<int>(std::min<int64_t>(simd::LANES, channels - i));
+      simd::f32 v = simd::load(sums + i);
+      if (weight_.channel_scale) v = simd::mul(v, simd::load(weight_.channel_scale + channel + i));
+      v = simd::select(simd::first(count), v, simd::set1(-INFINITY));
+      simd::store(y + i, v);
+      largest = simd::max(v, largest);
+      poison = simd::select(simd::is_nan(v), v, poison);
+    }
+    const float best = simd::largest(largest);
+    int64_t first = 0;
+    while (first < channels - 1 && y[first] != best) ++first;
+    const int64_t at = task * rows_ + row;
+    args_.largest[at] = simd::any(simd::is_nan(poison)) ? NAN : best;
+    args_.ids[at] = static_cast<int32_t>(channel + first);
+  }
+
+  const LinearArgmaxArgs& args_;
+  const Weight& weight_;
+  const int64_t rows_;
+};
+
+class Argmax {
+ public:
+  Argmax(const ArgmaxArgs& args, int64_t rows) : args_(args), rows_(rows) {}
+
+  int64_t num_tasks() const { return rows_; }
+
+  void run(int64_t begin, int64_t end, int /*thread*/) const {
+    for (int64_t row = begin; row < end; ++row) {
+      float best = -INFINITY;
+      int64_t id = -1;
+      bool is_number = true;
+      for (int64_t piece = 0; piece < args_.num_pieces; ++piece) {
+        const float value = args_.largest[piece * rows_ + row];
+        is_number &= value == value;
+        if (value > best) {
+          best = value;
+          id = args_.ids[piece * rows_ + row];
+        }
+      }
+      args_.out[row] = is_number && std::isfinite(best) ? id : -1;
+    }
+  }
+
+ private:
+  const ArgmaxArgs& args_;
+  const int64_t rows_;
+};
+
+// act(x @ gate.T) * (x @ up.T) without the two products in memory: a task is 64 channels, which are whole groups of codes.
+class GatedLinear {
+ public:
+  GatedLinear(const GatedLinearArgs& args, int64_t rows) : args_(args), rows_(rows) {}
+
+  int64_t num_tasks() const { return (args_.gate->num_rows + CHANNELS - 1) / CHANNELS; }
+
+  void run(int64_t begin, int64_t end, int /*thread*/) const {
+    thread_local std::vector<float> gates, gated;
+    gates.resize(rows_ * TASK_CHANNELS);
+    gated.resize(rows_ * CHANNELS);
+    const Weight &gate = *args_.gate, &up = *args_.up;
+    const auto activation = static_cast<Activation>(args_.activation);
+    for (int64_t task = begin; task < end; ++task) {
+      const int64_t first_channel = task * CHANNELS;
+      const int64_t channels = std::min<int64_t>(CHANNELS, gate.num_rows - first_channel);
+      for (int64_t start = 0; start < channels; start += TASK_CHANNELS) {
+        const int64_t panel = (first_channel + start) / PANEL_CHANNELS, next = panel + CHANNELS / PANEL_CHANNELS;
+        over_tiles(tiles_for(gate), gate, panel, next, rows_, args_.x, args_.codes,
+                   [&](int64_t row, int64_t count, int64_t panels, const float* sums) {
+                     std::copy(sums, sums + count * panels * PANEL_CHANNELS, gates.data() + row * panels * PANEL_CHANNELS);
+                   });
+        over_tiles(tiles_for(up), up, panel, next, rows_, args_.x, args_.codes,
+                   [&](int64_t row, int64_t count, int64_t panels, const float* sums) {
+                     const float* gate_sums = gates.data() + row * panels * PANEL_CHANNELS;
+                     for (int64_t r = 0; r < count; ++r) {
+                       for (int64_t v = 0; v < panels; ++v) {
+                         const int64_t at = (r * panels + v) * PANEL_CHANNELS, channel = (panel + v) * PANEL_CHANNELS;
+                         simd::f32 a = simd::load(gate_sums + at), b = simd::load(sums + at);
+                         if (gate.channel_scale) a = simd::mul(a, simd::load(gate.channel_scale + channel));
+                         if (up.channel_scale) b = simd::mul(b, simd::load(up.channel_scale + channel));
+                         simd::store(gated.data() + (row + r) * CHANNELS + start + v * PANEL_CHANNELS,
+                                     simd::mul(activate(a, activation), b));
+                       }
+                     }
+                   });
+      }
+      finish(first_channel, channels, gated.data());
+    }
+  }
+
+ private:
+  static constexpr int CHANNELS = 64;
+
+  void finish(int64_t first_channel, int64_t channels, const float* gated) const {
+    for (int64_t row = 0; row < rows_; ++row) {
+      const float* from = gated + row * CHANNELS;
+      if (args_.out) std::copy(from, from + channels, args_.out + row * args_.gate->num_rows + first_channel);
+      if (!args_.out_codes.codes) continue;
+      const int64_t group = args_.out_codes.group, groups = (args_.gate->num_rows + group - 1) / group;
+      for (int64_t i = 0; i < channels; i += group) {
+        quantize_group(from + i, std::min(group, channels - i), args_.out_codes, row, (first_channel + i) / group, groups);
+      }
+    }
+  }
+
+  const GatedLinearArgs& args_;
+  const int64_t rows_;
+};
+
+}  // namespace kitfox

@@ -1,0 +1,181 @@
+// Threads that work on a program together.
+//
+// A program is a sequence of phases, each a range of tasks. Threads take pieces of the current phase's range, and the
+// phase ends when its tasks are done, not when all threads have arrived: one that the operating system has taken away
+// holds the others up only if it took a piece with it. Pieces are large first and small towards the end, for the same
+// reason. A thread without work spins for a while, because a wake-up costs as much as many small phases, and then
+// sleeps, because the server and the rest of the machine need the cores too.
+#pragma once
+
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <climits>
+#include <cstdint>
+#include <functional>
+#include <thread>
+#include <vector>
+
+#if defined(__linux__)
+#include <linux/futex.h>
+#include <pthread.h>
+#include <sched.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
+namespace kitfox {
+
+inline void pause_cpu() {
+#if defined(__x86_64__)
+  __builtin_ia32_pause();
+#elif defined(__aarch64__)
+  asm volatile("yield");
+#endif
+}
+
+// Sleeps while `word` is `seen`; may return early.
+inline void sleep_on(std::atomic<uint32_t>& word, uint32_t seen) {
+#if defined(__linux__)
+  syscall(SYS_futex, reinterpret_cast<uint32_t*>(&word), FUTEX_WAIT_PRIVATE, seen, nullptr, nullptr, 0);
+#else
+  if (word.load() == seen) std::this_thread::sleep_for(std::chrono::microseconds(50));
+#endif
+}
+
+inline void wake_all(std::atomic<uint32_t>& word) {
+#if defined(__linux__)
+  syscall(SYS_futex, reinterpret_cast<uint32_t*>(&word), FUTEX_WAKE_PRIVATE, INT_MAX, nullptr, nullptr, 0);
+#endif
+}
+
+class Pool {
+ public:
+  // Tasks [begin, end) of a phase, on a thread in [0, size).
+  using Body = std::function<void(int phase, int64_t begin, int64_t end, int thread)>;
+
+  // size: how many threads, the caller's included. cores: the core each is pinned to, or empty for none; the caller's
+  // thread never is. spin_us: how long a thread without work stays awake.
+  Pool(int size, std::vector<int> cores, int spin_us) : size_(size), cores_(std::move(cores)), spin_(spin_us) {
+    for (int index = 1; index < size_; ++index) threads_.emplace_back([this, index] { help(index); });
+  }
+
+  ~Pool() {
+    stopping_ = true;
+    sleepers_ = 0;
+    wakes_.fetch_add(1);
+    wake_all(wakes_);
+    for (auto& thread : threads_) thread.join();
+  }
+
+  int size() const { return size_; }
+
+  // Runs one phase after the other; totals[phase] says how many tasks it has.
+  void run(const std::vector<int64_t>& totals, const Body& body) {
+    body_ = &body;
+    for (size_t phase = 0; phase < totals.size(); ++phase) {
+      const int64_t total = totals[phase];
+      if (total <= 1 || size_ == 1) {
+        if (total > 0) body(static_cast<int>(phase), 0, total, 0);
+        continue;
+      }
+      phase_ = static_cast<int>(phase);
+      // Pieces are counted in units, so that a count fits in its part of the state.
+      unit_ = (total + MOST_UNITS - 1) / MOST_UNITS;
+      total_ = total;
+      const auto units = static_cast<uint64_t>((total + unit_ - 1) / unit_);
+      done_.store(0, std::memory_order_relaxed);
+      generation_ = (generation_ + 1) & MOST_UNITS;
+      state_.store(generation_ << (2 * BITS) | units << BITS, std::memory_order_seq_cst);
+      if (sleepers_.exchange(0, std::memory_order_seq_cst) != 0) {
+        wakes_.fetch_add(1, std::memory_order_seq_cst);
+        wake_all(wakes_);
+      }
+      while (take_and_run(0)) {
+      }
+      wait_until_done(static_cast<uint32_t>(units));
+    }
+  }
+
+ private:
+  // The state of the current phase in one word: a generation, how many units there are, how many are taken. Who takes a
+  // piece by changing the word keeps the phase from ending until the piece is done, and may read all that belongs to it.
+  static constexpr int BITS = 21;
+  static constexpr int64_t MOST_UNITS = (1 << BITS) - 1;
+
+  bool take_and_run(int thread) {
+    uint64_t state = state_.load(std::memory_order_acquire);
+    while (true) {
+      const int64_t units = state >> BITS & MOST_UNITS, taken = state & MOST_UNITS;
+      if (taken == units) return false;
+      const int64_t piece = std::max<int64_t>(1, (units - taken) / (2 * size_));
+      if (!state_.compare_exchange_weak(state, state + piece, std::memory_order_acq_rel)) continue;
+      (*body_)(phase_, taken * unit_, std::min((taken + piece) * unit_, total_), thread);
+      done_.fetch_add(static_cast<uint32_t>(piece), std::memory_order_seq_cst);
+      if (waiting_.load(std::memory_order_seq_cst)) wake_all(done_);
+      return true;
+    }
+  }
+
+  void wait_until_done(uint32_t units) {
+    for (int round = 0; round < ROUNDS_BEFORE_SLEEP; ++round) {
+      if (done_.load(std::memory_order_acquire) == units) return;
+      pause_cpu();
+    }
+    waiting_.store(true, std::memory_order_seq_cst);
+    for (uint32_t done = done_.load(); done != units; done = done_.load()) sleep_on(done_, done);
+    waiting_.store(false, std::memory_order_relaxed);
+  }
+
+  void help(int index) {
+#if defined(__linux__)
+    if (index < static_cast<int>(cores_.size())) {
+      cpu_set_t set;
+      CPU_ZERO(&set);
+      CPU_SET(cores_[index], &set);
+      pthread_setaffinity_np(pthread_self(), sizeof(set), &set);
+    }
+#endif
+    while (!stopping_) {
+      const auto deadline = std::chrono::steady_clock::now() + spin_;
+      bool worked = false;
+      do {
+        for (int round = 0; round < 64 && !worked; ++round) {
+          worked = take_and_run(index);
+          if (!worked) pause_cpu();
+        }
+      } while (!worked && std::chrono::steady_clock::now() < deadline);
+      if (!worked) sleep_until_work();
+    }
+  }
+
+  void sleep_until_work() {
+    const uint32_t seen = wakes_.load(std::memory_order_seq_cst);
+    sleepers_.fetch_add(1, std::memory_order_seq_cst);
+    const uint64_t state = state_.load(std::memory_order_seq_cst);
+    if (stopping_ || (state >> BITS & MOST_UNITS) != (state & MOST_UNITS)) return;
+    sleep_on(wakes_, seen);
+  }
+
+  // About 50 microseconds: a piece that takes longer was taken away together with its thread.
+  static constexpr int ROUNDS_BEFORE_SLEEP = 1000;
+
+  const int size_;
+  const std::vector<int> cores_;
+  const std::chrono::microseconds spin_;
+  std::vector<std::thread> threads_;
+  std::atomic<bool> stopping_{false};
+  // Of the current phase; written before its state, read by those who took a piece of it.
+  const Body* body_ = nullptr;
+  int phase_ = 0;
+  int64_t unit_ = 1;
+  int64_t total_ = 0;
+  uint64_t generation_ = 0;
+  alignas(64) std::atomic<uint64_t> state_{0};
+  alignas(64) std::atomic<uint32_t> done_{0};
+  std::atomic<bool> waiting_{false};
+  alignas(64) std::atomic<uint32_t> wakes_{0};
+  std::atomic<int> sleepers_{0};
+};
+
+}  // namespace kitfox
