@@ -143,9 +143,11 @@ class ModelRunner:
         reported: dict[str, list[TokenLogprobs]] = {}
         for index, row in enumerate(step.rows):
             num_top = row.sampling.prompt_logprobs
+            if num_top is None:
+                continue
             first = row.num_computed_tokens
             end = min(int(step.seq_lens[index]), row.num_prompt_tokens - 1)
-            if num_top is None or first >= end:
+            if first >= end:
                 continue
             start = int(step.query_start_loc[index])
             targets = self.input_batch.tokens(row, first + 1, end + 1).tolist()

@@ -221,11 +221,11 @@ def _beside_decodes(forward: PagedForward) -> Steps:
 
 
 def _across_tiles(forward: PagedForward) -> Steps:
-    """Each prompt begins in one tile of rows and ends in the next: beginnings of the longest fill the first one."""
+    """Each prompt begins inside a tile of rows and goes on in the next; beginnings of the longest are before it."""
     longest = max(range(len(forward.prompts)), key=lambda prompt: len(forward.prompts[prompt]))
     for request in forward.requests():
         work: dict[Request, int] = {}
-        room = NATIVE_TILE_ROWS - max(1, forward.rest(request) // 2)
+        room = NATIVE_TILE_ROWS - max(1, min(forward.rest(request), NATIVE_TILE_ROWS) // 2)
         while room > 0:
             filler = forward.request(longest)
             work[filler] = min(room, forward.rest(filler))
@@ -276,7 +276,7 @@ WAYS: dict[str, Callable[[PagedForward], Steps]] = {
     "in chunks of 16": partial(_in_chunks, 16),
     f"one by one, the first {_TOKENS_ONE_BY_ONE}": _one_by_one,
     "in chunks beside decodes": _beside_decodes,
-    f"across tiles of {NATIVE_TILE_ROWS} rows": _across_tiles,
+    "across tiles of rows": _across_tiles,
     "after a prefix in shared blocks": partial(_after_a_prefix, False),
     "after a prefix partly copied": partial(_after_a_prefix, True),
     "after preemption": _after_preemption,

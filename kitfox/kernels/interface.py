@@ -32,8 +32,11 @@ class Kernels(ABC):
     description: str
 
     @abstractmethod
-    def matrix(self, weight: Tensor | QuantizedWeight) -> Matrix:
-        """A checkpoint's matrix [O, I] in the form that `linear` and `embedding` take; the argument is not kept."""
+    def matrix(self, weight: Tensor | QuantizedWeight, *, is_head: bool = False) -> Matrix:
+        """A checkpoint's matrix [O, I] in the form that `linear` and `embedding` take; the argument is not kept.
+
+        is_head: it makes logits, which 8 bits must treat with more care.
+        """
 
     @abstractmethod
     def vector(self, weight: Tensor) -> Tensor:

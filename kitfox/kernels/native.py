@@ -20,7 +20,7 @@ from torch import Tensor
 from kitfox.errors import UnsupportedModelError
 from kitfox.kernels.abi import CodesStruct, KvCacheStruct, OpCode, OpStruct, StepStruct, WeightStruct
 from kitfox.kernels.interface import Kernels
-from kitfox.kernels.quantized import INT8_GROUP, INT8_ZERO, QuantizedWeight
+from kitfox.kernels.quantized import INT8_GROUP, INT8_ZERO, QuantizedWeight, quantize_head
 from kitfox.kernels.recording import Call, Codes, Operand, StepTensor, address_of
 from kitfox.kernels.torch_kernels import lazy_zeros
 
@@ -100,7 +100,9 @@ class NativeKernels(Kernels):
 
     # ---- weights ------------------------------------------------------------------------------------------------
 
-    def matrix(self, weight: Tensor | QuantizedWeight) -> PackedMatrix:
+    def matrix(self, weight: Tensor | QuantizedWeight, *, is_head: bool = False) -> PackedMatrix:
+        if self._int8 and is_head and isinstance(weight, Tensor):
+            weight = quantize_head(weight)
         if isinstance(weight, QuantizedWeight):
             return self._pack_codes(weight)
         if weight.dtype not in _FORMATS:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kitfox.kernels import reference
 from kitfox.kernels.interface import Kernels, Matrix
-from kitfox.kernels.quantized import QuantizedWeight, linear_quantized, quantize_int8, take_rows
+from kitfox.kernels.quantized import QuantizedWeight, linear_quantized, quantize_head, quantize_int8, take_rows
 
 
 class TorchKernels(Kernels):
@@ -28,10 +28,11 @@ class TorchKernels(Kernels):
         self._int8 = int8
         self.description = "PyTorch reference kernels" + (f" ({why}; slow)" if why else "")
 
-    def matrix(self, weight: Tensor | QuantizedWeight) -> Matrix:
+    def matrix(self, weight: Tensor | QuantizedWeight, *, is_head: bool = False) -> Matrix:
         assert isinstance(weight, Tensor), "quantised matrices were not asked for"
         if self._int8:
-            return quantize_int8(weight.to(self.device))
+            quantize = quantize_head if is_head else quantize_int8
+            return quantize(weight.to(self.device))
         return weight.to(self.device, self.activation_dtype, copy=True)
 
     def vector(self, weight: Tensor) -> Tensor:

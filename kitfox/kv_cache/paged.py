@@ -161,7 +161,9 @@ class PagedKVCacheManager(KVCacheManager):
         num_held = len(table.blocks) if table is not None else 0
         num_computed = prefix.num_tokens if table is None else request.num_computed_tokens
         num_tokens = num_computed + num_new_tokens + num_lookahead_tokens
-        num_fresh = max(0, self.blocks_needed(num_tokens) - num_held - len(prefix.block_ids))
+        if table is not None and num_tokens <= num_held * self.block_size:
+            return Allocation([])  # nearly every decode
+        num_fresh = self.blocks_needed(num_tokens) - num_held - len(prefix.block_ids)
         hit = [self.pool.blocks[block_id] for block_id in prefix.block_ids]
         num_free_hit = sum(block.ref_count == 0 for block in hit)
         if self._is_stale(prefix, hit) or num_fresh > self.pool.num_free - num_free_hit:

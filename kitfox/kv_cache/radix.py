@@ -220,7 +220,9 @@ class RadixKVCacheManager(KVCacheManager):
             return self._allocate_first(request, prefix, prefix.num_tokens + num_new_tokens + num_lookahead_tokens)
         assert prefix is NO_PREFIX, f"{request} came with a prefix although it holds blocks"
         num_tokens = request.num_computed_tokens + num_new_tokens + num_lookahead_tokens
-        num_fresh = max(0, self.blocks_needed(num_tokens) - len(table.blocks))
+        if num_tokens <= len(table.blocks) * self.block_size:
+            return Allocation([])  # nearly every decode
+        num_fresh = self.blocks_needed(num_tokens) - len(table.blocks)
         if num_fresh > self.num_free_blocks:
             self._release_copy_source(table, request)
             self._move_path_to(table.node, table.blocks)

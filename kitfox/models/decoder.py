@@ -105,7 +105,7 @@ class Model(nn.Module, ABC):
         if isinstance(tensor, Tensor) and tensor.dim() == 1:
             setattr(layer, attribute, self.kernels.vector(tensor))
         else:
-            setattr(layer, attribute, self.kernels.matrix(tensor))
+            setattr(layer, attribute, self.kernels.matrix(tensor, is_head=layer is self.lm_head))
 
     def is_derivable(self, name: str) -> bool:
         """Stored tensors that hold nothing new: rotary frequencies, and the head where it is the embedding."""

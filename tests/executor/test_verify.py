@@ -15,6 +15,7 @@ from kitfox import cli
 from kitfox.config import CacheConfig, DeviceConfig, EngineConfig, ModelConfig, ModelOptions
 from kitfox.executor.verify import WAYS, CheckResult, Verification
 from kitfox.kernels.torch_kernels import TorchKernels
+from kitfox.plan import NATIVE_TILE_ROWS
 from tests.models.tiny_models import random_prompt
 from tests.native import needs_native
 
@@ -61,7 +62,8 @@ def test_compiled_kernels_pass(quantization: str) -> None:
     assert num_rows["all in one batch"] == checked.num_rows == 1 + 45 + 270
     assert num_rows["after preemption"] == checked.num_rows + 22 + 135
     assert num_rows["after a prefix in shared blocks"] == checked.num_rows - 1  # which has no block to share
-    assert num_rows["across tiles of 256 rows"] == checked.num_rows + (256 - 1) + (256 - 22) + (256 - 135)
+    fillers = [NATIVE_TILE_ROWS - max(1, min(length, NATIVE_TILE_ROWS) // 2) for length in (1, 45, 270)]
+    assert num_rows["across tiles of rows"] == checked.num_rows + sum(fillers)
 
 
 @pytest.mark.parametrize("quantization", ["none", "int8"])
