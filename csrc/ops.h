@@ -25,7 +25,7 @@ inline void quantize_group(const float* x, int64_t size, const Codes& codes, int
   const bool finite = !simd::any(simd::is_nan(poison));
   const float inverse = finite && largest >= 0x1p-120f ? 127.0f / largest : 0.0f;  // 127 / largest may not overflow
   int8_t* out = codes.codes + (row * groups + group) * codes.group;
-  int32_t total = 0;
+  simd::f32 sums = simd::zero();
   for (int64_t i = 0; i < codes.group; i += LANES) {
     simd::f32 v = simd::zero();
     if (finite && i < size) {
@@ -33,8 +33,9 @@ inline void quantize_group(const float* x, int64_t size, const Codes& codes, int
       v = simd::round(simd::mul(v, simd::set1(inverse)));
     }
     simd::store_i8(out + i, v);
-    total += static_cast<int32_t>(simd::sum(v));  // whole numbers below 2^24: exact in any order
+    sums = simd::add(sums, v);
   }
+  const auto total = static_cast<int32_t>(simd::sum(sums));  // whole numbers below 2^24: exact in any order
   const int64_t at = row * groups + group;
   codes.scale[at] = finite ? largest / 127.0f : NAN;
   codes.sum[at] = total;
@@ -145,7 +146,12 @@ class Quantize {
 
 KF_INLINE simd::f32 activate(simd::f32 x, Activation activation) {
   const simd::f32 one = simd::set1(1.0f), half_x = simd::mul(x, simd::set1(0.5f));
-  if (activation == Activation::kSilu) return simd::div(x, simd::add(one, simd::exp(simd::sub(simd::zero(), x))));
+  if (activation == Activation::kSilu) {
+    // x / (1 + e^-x); where e^-x is beyond 2^127 that is 0.
+    const simd::f32 power = simd::min(simd::set1(127.0f), simd::mul(x, simd::set1(-1.44269504088896341f)));
+    const simd::f32 gated = simd::div(x, simd::add(one, simd::exp2(power)));
+    return simd::select(simd::less(x, simd::set1(-88.0f)), simd::zero(), gated);
+  }
   if (activation == Activation::kGeluTanh) {
     const simd::f32 cube = simd::mul(simd::mul(x, x), x);
     const simd::f32 inner = simd::mul(simd::set1(0.7978845608f), simd::fma(cube, simd::set1(0.044715f), x));

@@ -1,10 +1,10 @@
 // Threads that work on a program together.
 //
-// A program is a sequence of phases, each a range of tasks. Threads take pieces of the current phase's range, and the
-// phase ends when its tasks are done, not when all threads have arrived: one that the operating system has taken away
-// holds the others up only if it took a piece with it. Pieces are large first and small towards the end, for the same
-// reason. A thread without work spins for a while, because a wake-up costs as much as many small phases, and then
-// sleeps, because the server and the rest of the machine need the cores too.
+// A program is a sequence of phases, each a range of tasks, of which every thread has an equal share to begin with. A
+// phase ends when its tasks are done, not when all threads have arrived: from one that the operating system has taken
+// away the others take over all but the piece it was working on. A thread without work spins for a while, because a
+// wake-up costs as much as many small phases, and then sleeps, because the server and the rest of the machine need the
+// cores too.
 #pragma once
 
 #include <algorithm>
@@ -56,7 +56,7 @@ class Pool {
 
   // size: how many threads, the caller's included. cores: the core each is pinned to, or empty for none; the caller's
   // thread never is. spin_us: how long a thread without work stays awake.
-  Pool(int size, std::vector<int> cores, int spin_us) : size_(size), cores_(std::move(cores)), spin_(spin_us) {
+  Pool(int size, std::vector<int> cores, int spin_us) : size_(size), cores_(std::move(cores)), spin_(spin_us), shares_(size) {
     for (int index = 1; index < size_; ++index) threads_.emplace_back([this, index] { help(index); });
   }
 
@@ -80,37 +80,58 @@ class Pool {
         continue;
       }
       phase_ = static_cast<int>(phase);
-      // Pieces are counted in units, so that a count fits in its part of the state.
+      // Shares are counted in units of tasks, so that a count fits in its part of a word.
       unit_ = (total + MOST_UNITS - 1) / MOST_UNITS;
       total_ = total;
-      const auto units = static_cast<uint64_t>((total + unit_ - 1) / unit_);
+      const int64_t units = (total + unit_ - 1) / unit_;
       done_.store(0, std::memory_order_relaxed);
-      generation_ = (generation_ + 1) & MOST_UNITS;
-      state_.store(generation_ << (2 * BITS) | units << BITS, std::memory_order_seq_cst);
+      for (int thread = 0; thread < size_; ++thread) {
+        const auto begin = static_cast<uint64_t>(thread * units / size_);
+        const auto end = static_cast<uint64_t>((thread + 1) * units / size_);
+        shares_[thread].range.store(begin << BITS | end, std::memory_order_release);
+      }
+      generation_.fetch_add(1, std::memory_order_seq_cst);
       if (sleepers_.exchange(0, std::memory_order_seq_cst) != 0) {
         wakes_.fetch_add(1, std::memory_order_seq_cst);
         wake_all(wakes_);
       }
-      while (take_and_run(0)) {
-      }
+      work(0);
       wait_until_done(static_cast<uint32_t>(units));
     }
   }
 
  private:
-  // The state of the current phase in one word: a generation, how many units there are, how many are taken. Who takes a
+  // What is left of a thread's share of a phase: first unit and end, in one word. The owner takes from the front, so that
+  // its tasks follow one another in memory; who has nothing left takes from the back of others' shares. Whoever takes a
   // piece by changing the word keeps the phase from ending until the piece is done, and may read all that belongs to it.
-  static constexpr int BITS = 21;
-  static constexpr int64_t MOST_UNITS = (1 << BITS) - 1;
+  struct alignas(64) Share {
+    std::atomic<uint64_t> range{0};
+  };
+  static constexpr int BITS = 32;
+  static constexpr int64_t MOST_UNITS = INT32_MAX;
 
-  bool take_and_run(int thread) {
-    uint64_t state = state_.load(std::memory_order_acquire);
+  // Does all that this thread can get of the current phase.
+  void work(int thread) {
+    while (take<true>(shares_[thread], thread)) {
+    }
+    for (int i = 1; i < size_; ++i) {
+      while (take<false>(shares_[(thread + i) % size_], thread)) {
+      }
+    }
+  }
+
+  // Takes half of what is left of a share and does it: large pieces first, small ones towards the end.
+  template <bool FROM_FRONT>
+  bool take(Share& share, int thread) {
+    uint64_t range = share.range.load(std::memory_order_acquire);
     while (true) {
-      const int64_t units = state >> BITS & MOST_UNITS, taken = state & MOST_UNITS;
-      if (taken == units) return false;
-      const int64_t piece = std::max<int64_t>(1, (units - taken) / (2 * size_));
-      if (!state_.compare_exchange_weak(state, state + piece, std::memory_order_acq_rel)) continue;
-      (*body_)(phase_, taken * unit_, std::min((taken + piece) * unit_, total_), thread);
+      const auto begin = static_cast<int64_t>(range >> BITS), end = static_cast<int64_t>(range & UINT32_MAX);
+      if (begin == end) return false;
+      const int64_t piece = (end - begin + 1) / 2;
+      const int64_t first = FROM_FRONT ? begin : end - piece;
+      const uint64_t rest = FROM_FRONT ? range + (static_cast<uint64_t>(piece) << BITS) : range - piece;
+      if (!share.range.compare_exchange_weak(range, rest, std::memory_order_acq_rel)) continue;
+      (*body_)(phase_, first * unit_, std::min((first + piece) * unit_, total_), thread);
       done_.fetch_add(static_cast<uint32_t>(piece), std::memory_order_seq_cst);
       if (waiting_.load(std::memory_order_seq_cst)) wake_all(done_);
       return true;
@@ -136,25 +157,29 @@ class Pool {
       pthread_setaffinity_np(pthread_self(), sizeof(set), &set);
     }
 #endif
+    uint32_t seen = 0;
     while (!stopping_) {
-      const auto deadline = std::chrono::steady_clock::now() + spin_;
-      bool worked = false;
-      do {
-        for (int round = 0; round < 64 && !worked; ++round) {
-          worked = take_and_run(index);
-          if (!worked) pause_cpu();
-        }
-      } while (!worked && std::chrono::steady_clock::now() < deadline);
-      if (!worked) sleep_until_work();
+      if (wait_for_phase(seen)) work(index);
     }
   }
 
-  void sleep_until_work() {
-    const uint32_t seen = wakes_.load(std::memory_order_seq_cst);
+  // Whether a phase has begun since `seen`, which is updated; spins first, then sleeps and may return early.
+  bool wait_for_phase(uint32_t& seen) {
+    const auto deadline = std::chrono::steady_clock::now() + spin_;
+    do {
+      for (int round = 0; round < 64; ++round) {
+        const uint32_t now = generation_.load(std::memory_order_acquire);
+        if (now != seen) {
+          seen = now;
+          return true;
+        }
+        pause_cpu();
+      }
+    } while (std::chrono::steady_clock::now() < deadline);
+    const uint32_t wakes = wakes_.load(std::memory_order_seq_cst);
     sleepers_.fetch_add(1, std::memory_order_seq_cst);
-    const uint64_t state = state_.load(std::memory_order_seq_cst);
-    if (stopping_ || (state >> BITS & MOST_UNITS) != (state & MOST_UNITS)) return;
-    sleep_on(wakes_, seen);
+    if (!stopping_ && generation_.load(std::memory_order_seq_cst) == seen) sleep_on(wakes_, wakes);
+    return false;
   }
 
   // About 50 microseconds: a piece that takes longer was taken away together with its thread.
@@ -165,13 +190,13 @@ class Pool {
   const std::chrono::microseconds spin_;
   std::vector<std::thread> threads_;
   std::atomic<bool> stopping_{false};
-  // Of the current phase; written before its state, read by those who took a piece of it.
+  // Of the current phase; written before its shares, read by those who took a piece of one.
   const Body* body_ = nullptr;
   int phase_ = 0;
   int64_t unit_ = 1;
   int64_t total_ = 0;
-  uint64_t generation_ = 0;
-  alignas(64) std::atomic<uint64_t> state_{0};
+  std::vector<Share> shares_;
+  alignas(64) std::atomic<uint32_t> generation_{0};
   alignas(64) std::atomic<uint32_t> done_{0};
   std::atomic<bool> waiting_{false};
   alignas(64) std::atomic<uint32_t> wakes_{0};

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from kitfox.attention.backend import AttentionBackend, ForwardBatch, HeadNorm
 from kitfox.kernels.abi import StepStruct
-from kitfox.kernels.native import NativeKernels, step_struct
+from kitfox.kernels.native import NativeKernels
 
 
 class NativeAttention(AttentionBackend):
@@ -17,14 +17,7 @@ class NativeAttention(AttentionBackend):
         self._step: StepStruct | None = None
 
     def plan(self, batch: ForwardBatch) -> None:
-        self._step = step_struct(
-            token_ids=batch.token_ids,
-            positions=batch.positions,
-            slot_mapping=batch.slot_mapping,
-            query_start_loc=batch.query_start_loc,
-            seq_lens=batch.seq_lens,
-            block_table=batch.block_table,
-        )
+        self._step = step_of(batch)
 
     def rotate_and_write(
         self,
@@ -65,3 +58,18 @@ class NativeAttention(AttentionBackend):
         return self._kernels.attention(
             q, batch.kv_caches[layer], scale=scale, window=window, softcap=softcap, step=self._step
         )
+
+
+def step_of(batch: ForwardBatch) -> StepStruct:
+    """Where a batch's arrays are, as the kernels want to know it. They must outlive the struct."""
+    return StepStruct(
+        num_rows=batch.token_ids.shape[0],
+        num_requests=batch.seq_lens.shape[0],
+        token_ids=batch.token_ids.data_ptr(),
+        positions=batch.positions.data_ptr(),
+        slot_mapping=batch.slot_mapping.data_ptr(),
+        query_start_loc=batch.query_start_loc.data_ptr(),
+        seq_lens=batch.seq_lens.data_ptr(),
+        block_table=batch.block_table.data_ptr(),
+        block_table_stride=batch.block_table.stride(0),
+    )

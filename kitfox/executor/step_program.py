@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 
 from kitfox.attention.backend import ForwardBatch
-from kitfox.attention.native import NativeAttention
+from kitfox.attention.native import NativeAttention, step_of
 from kitfox.kernels.abi import OpStruct
-from kitfox.kernels.native import NativeKernels, aligned_bytes, step_struct
+from kitfox.kernels.memory import aligned_bytes
+from kitfox.kernels.native import NativeKernels
 from kitfox.kernels.recording import Recording, StepTensor
 from kitfox.models import Model
 from kitfox.plan import NATIVE_TILE_ROWS
@@ -66,14 +67,7 @@ class StepProgram:
     def replay(self, batch: ForwardBatch) -> Tensor:
         """What `model.forward(batch)` returns: [T, hidden]."""
         hidden = torch.empty(batch.token_ids.shape[0], self._hidden_size)
-        step = step_struct(
-            token_ids=batch.token_ids,
-            positions=batch.positions,
-            slot_mapping=batch.slot_mapping,
-            query_start_loc=batch.query_start_loc,
-            seq_lens=batch.seq_lens,
-            block_table=batch.block_table,
-        )
+        step = step_of(batch)
         step.hidden = hidden.data_ptr()
         self._kernels.run(self._ops, step, NATIVE_TILE_ROWS)
         return hidden

@@ -8,21 +8,20 @@ structs, so that a replay equals eager execution bit for bit.
 from __future__ import annotations
 
 import ctypes
-import mmap
+import math
 from collections.abc import Sequence
 from ctypes import c_int32, c_int64, c_void_p
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from kitfox.errors import UnsupportedModelError
 from kitfox.kernels.abi import CodesStruct, KvCacheStruct, OpCode, OpStruct, StepStruct, WeightStruct
 from kitfox.kernels.interface import Kernels
+from kitfox.kernels.memory import lazy_zeros
 from kitfox.kernels.quantized import INT8_GROUP, INT8_ZERO, QuantizedWeight, quantize_head
 from kitfox.kernels.recording import Call, Codes, Operand, StepTensor, address_of
-from kitfox.kernels.torch_kernels import lazy_zeros
 
 _FORMATS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _GROUPED = 3
@@ -86,6 +85,7 @@ class NativeKernels(Kernels):
         self._int8 = int8
         self._library = _declare(library)
         self._panels = _PanelMemory()
+        self._argmax_programs: dict[PackedMatrix, _ArgmaxProgram] = {}
         pinned = (c_int32 * len(cores))(*cores) if cores else None
         self.context = library.kf_new(num_threads, pinned, spin_us)
         self.library = library
@@ -192,24 +192,14 @@ class NativeKernels(Kernels):
 
     def linear_argmax(self, x: Tensor, weight: PackedMatrix) -> list[int]:
         """Where each row of `linear(x, weight)` is largest; the product itself never is in memory."""
-        source: dict[str, Operand | Codes] = (
-            {"codes": self._quantize(x, weight.group)} if weight.group else {"x": _contiguous(x)}
-        )
-        num_pieces = -(-weight.shape[0] // _CHANNELS_A_PIECE)
-        largest, ids = torch.empty(num_pieces, x.shape[0]), torch.empty(num_pieces, x.shape[0], dtype=torch.int32)
-        out = torch.empty(x.shape[0], dtype=torch.int64)
-        pieces: dict[str, Operand | Codes] = {"largest": largest, "ids": ids}
-        self.issue(x, Call(OpCode.LINEAR_ARGMAX, source, pieces, {"weight": weight.address}))
-        self.issue(x, Call(OpCode.ARGMAX, pieces, {"out": out}, {"num_pieces": num_pieces}))
-        return out.tolist()
+        program = self._argmax_programs.get(weight)
+        if program is None or program.max_rows < x.shape[0]:
+            program = self._argmax_programs[weight] = _ArgmaxProgram(self, weight, x.shape[0])
+        return program.run(_contiguous(x))
 
     def _quantize(self, x: Tensor, group: int) -> Codes:
         def make() -> Codes:
-            size = x.shape[1]
-            num_groups = -(-size // group)
-            scale, scaled_sum = (_empty(x, num_groups) for _ in range(2))
-            codes = _empty(x, num_groups * group, torch.int8)
-            return Codes(group, codes, scale, scaled_sum, _empty(x, num_groups, torch.int32))
+            return self.empty_codes(x, group)
 
         def call(codes: Codes) -> Call:
             return Call(OpCode.QUANTIZE, {"x": _contiguous(x)}, {"codes": codes}, {"size": x.shape[1]})
@@ -219,6 +209,13 @@ class NativeKernels(Kernels):
         codes = make()
         self.issue(x, call(codes))
         return codes
+
+    def empty_codes(self, like: Tensor, group: int) -> Codes:
+        """Memory for the codes of operands of a shape."""
+        num_groups = -(-like.shape[1] // group)
+        scale, scaled_sum = (_empty(like, num_groups) for _ in range(2))
+        codes = _empty(like, num_groups * group, torch.int8)
+        return Codes(group, codes, scale, scaled_sum, _empty(like, num_groups, torch.int32))
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, *, offset: float = 0.0) -> Tensor:
         out = _empty(x, x.shape[1])
@@ -322,7 +319,8 @@ class NativeKernels(Kernels):
 
     def make_kv_cache(self, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int) -> Tensor:
         """[N, K, 2, S, D]; what lies in a block's K, [S, D], is transposed: see csrc/program.h."""
-        return lazy_zeros((num_blocks, num_kv_heads, 2, block_size, head_dim), self.kv_dtype)
+        shape = (num_blocks, num_kv_heads, 2, block_size, head_dim)
+        return lazy_zeros(math.prod(shape) * self.kv_dtype.itemsize).view(self.kv_dtype).view(shape)
 
     def copy_blocks(self, kv_cache: Tensor, src: Tensor, dst: Tensor, num_tokens: Tensor) -> None:
         operands = [operand.contiguous() for operand in (src, dst, num_tokens)]
@@ -330,38 +328,41 @@ class NativeKernels(Kernels):
         self._library.kf_copy_blocks(ctypes.byref(_cache_struct(kv_cache)), *addresses, src.shape[0])
 
 
-def step_struct(
-    *,
-    token_ids: Tensor,
-    positions: Tensor,
-    slot_mapping: Tensor,
-    query_start_loc: Tensor,
-    seq_lens: Tensor,
-    block_table: Tensor,
-) -> StepStruct:
-    """A step's arrays as the kernels take them; see `attention.backend.ForwardBatch`. They must outlive the struct."""
-    return StepStruct(
-        num_rows=token_ids.shape[0],
-        num_requests=seq_lens.shape[0],
-        token_ids=token_ids.data_ptr(),
-        positions=positions.data_ptr(),
-        slot_mapping=slot_mapping.data_ptr(),
-        query_start_loc=query_start_loc.data_ptr(),
-        seq_lens=seq_lens.data_ptr(),
-        block_table=block_table.data_ptr(),
-        block_table_stride=block_table.stride(0),
-    )
+class _ArgmaxProgram:
+    """A head's product and its largest numbers for up to max_rows rows, with memory of its own: it runs every step."""
 
+    def __init__(self, kernels: NativeKernels, weight: PackedMatrix, max_rows: int):
+        self.max_rows = max_rows
+        self._kernels = kernels
+        num_pieces = -(-weight.shape[0] // _CHANNELS_A_PIECE)
+        rows = torch.empty(max_rows, weight.shape[1])
+        self._out = torch.empty(max_rows, dtype=torch.int64)
+        pieces: dict[str, Operand | Codes] = {
+            "largest": torch.empty(num_pieces, max_rows),
+            "ids": torch.empty(num_pieces, max_rows, dtype=torch.int32),
+        }
+        self._calls: list[Call] = []
+        source: dict[str, Operand | Codes] = {"x": rows}
+        if weight.group:
+            codes = kernels.empty_codes(rows, weight.group)
+            self._calls.append(Call(OpCode.QUANTIZE, {"x": rows}, {"codes": codes}, {"size": weight.shape[1]}))
+            source = {"codes": codes}
+        self._calls.append(Call(OpCode.LINEAR_ARGMAX, source, pieces, {"weight": weight.address}))
+        self._calls.append(Call(OpCode.ARGMAX, pieces, {"out": self._out}, {"num_pieces": num_pieces}))
+        self._ops = (OpStruct * len(self._calls))(*(call.to_struct(starts_phase=True) for call in self._calls))
+        self._input = self._ops[0].quantize if weight.group else self._ops[0].linear_argmax
 
-def aligned_bytes(num_bytes: int) -> Tensor:
-    """Uninitialised memory that starts at a cache line; no thread's loads then cross one for nothing."""
-    memory = np.empty(num_bytes + _ALIGNMENT, dtype=np.uint8)
-    start = -memory.ctypes.data % _ALIGNMENT
-    return torch.from_numpy(memory[start : start + num_bytes])
+    def run(self, x: Tensor) -> list[int]:
+        num_rows = x.shape[0]
+        if num_rows == 0:
+            return []
+        self._input.x = x.data_ptr()
+        self._kernels.run(self._ops, StepStruct(num_rows=num_rows), num_rows)
+        return self._out[:num_rows].tolist()
 
 
 class _PanelMemory:
-    """Memory for panels, in slabs of huge pages: a step reads all weights, and small pages cost a lookup each."""
+    """Memory for panels, in slabs: many a matrix is smaller than a huge page."""
 
     def __init__(self) -> None:
         self._slab = torch.empty(0, dtype=torch.uint8)
@@ -370,10 +371,7 @@ class _PanelMemory:
         """num_bytes from a slab, at a cache line; pages that are never written take no memory."""
         size = -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
         if size > len(self._slab):
-            slab = mmap.mmap(-1, max(size, _SLAB_BYTES))
-            if hasattr(mmap, "MADV_HUGEPAGE"):
-                slab.madvise(mmap.MADV_HUGEPAGE)
-            self._slab = torch.from_numpy(np.frombuffer(slab, dtype=np.uint8))
+            self._slab = lazy_zeros(max(size, _SLAB_BYTES))
         panels, self._slab = self._slab[:num_bytes], self._slab[size:]
         return panels
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from kitfox.kernels import reference
 from kitfox.kernels.interface import Kernels, Matrix
+from kitfox.kernels.memory import lazy_zeros
 from kitfox.kernels.quantized import QuantizedWeight, linear_quantized, quantize_head, quantize_int8, take_rows
 
 
@@ -67,13 +67,7 @@ class TorchKernels(Kernels):
         shape = (num_blocks, 2, block_size, num_kv_heads, head_dim)
         if self.device.type != "cpu":
             return torch.zeros(shape, dtype=self.kv_dtype, device=self.device)
-        return lazy_zeros(shape, self.kv_dtype)
+        return lazy_zeros(math.prod(shape) * self.kv_dtype.itemsize).view(self.kv_dtype).view(shape)
 
     def copy_blocks(self, kv_cache: Tensor, src: Tensor, dst: Tensor, num_tokens: Tensor) -> None:
         reference.copy_blocks(kv_cache, src, dst, num_tokens)
-
-
-def lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Zeros on the host, in memory that the system maps only when it is first written: a large pool is free."""
-    num_bytes = math.prod(shape) * dtype.itemsize
-    return torch.from_numpy(np.zeros(num_bytes, dtype=np.uint8)).view(dtype).view(shape)

@@ -1,0 +1,29 @@
+"""Memory on the host for what every step reads: weights and the KV cache."""
+
+from __future__ import annotations
+
+import mmap
+
+import numpy as np
+import torch
+from torch import Tensor
+
+_CACHE_LINE = 64
+
+
+def lazy_zeros(num_bytes: int) -> Tensor:
+    """num_bytes zeros, uint8, that take memory only where they are touched, in huge pages where the system has them.
+
+    With small pages every 4 KiB that a step reads cost a lookup.
+    """
+    memory = mmap.mmap(-1, max(num_bytes, 1))
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.from_numpy(np.frombuffer(memory, dtype=np.uint8))[:num_bytes]
+
+
+def aligned_bytes(num_bytes: int) -> Tensor:
+    """Uninitialised memory that starts at a cache line; no thread's loads then cross one for nothing."""
+    memory = np.empty(num_bytes + _CACHE_LINE, dtype=np.uint8)
+    start = -memory.ctypes.data % _CACHE_LINE
+    return torch.from_numpy(memory[start : start + num_bytes])
