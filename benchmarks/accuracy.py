@@ -2,8 +2,8 @@
 
     .venv/bin/python -m benchmarks.accuracy MODEL --sides int8,bfloat16,stored
 
-The text is this repository's own README and docs unless --text names files. It is read in windows of 512 tokens that
-each begin anew. The models of all sides are in memory at once.
+The text is tests/data/accuracy.txt, technical English as this repository's documents once were, unless --text names
+files. It is read in windows of 512 tokens that each begin anew. The models of all sides are in memory at once.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from kitfox.weights.hub import resolve_model
 from kitfox.weights.model_config import read_model_config
 
 ROOT = Path(__file__).resolve().parents[1]
-TEXTS = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
+TEXTS = (ROOT / "tests" / "data" / "accuracy.txt",)
 WINDOW = 512
 # Log-probabilities of so many positions and of two sides are in memory at once.
 ROWS = 64

@@ -72,7 +72,7 @@ def main() -> None:
     rows: list[Row] = []
     for repeat in range(args.repeats):
         for side in sides if repeat % 2 == 0 else reversed(sides):
-            for row in _measure(side, workloads, words, repeat):
+            for row in measure(side, workloads, words, repeat):
                 rows.append(row)
                 _report_progress(row)
                 _write(args.out, sys.argv[1:], rows)
@@ -108,7 +108,8 @@ def _exit(number: int, frame: FrameType | None) -> None:
     sys.exit(128 + number)
 
 
-def _measure(side: Side, workloads: Sequence[Workload], words: dict[int, str], repeat: int) -> Iterator[Row]:
+def measure(side: Side, workloads: Sequence[Workload], words: dict[int, str], repeat: int) -> Iterator[Row]:
+    """One turn of a side: start it, run the workloads, stop it; more often where workloads need other settings."""
     waiting = list(workloads)
     while waiting:
         port = free_port()

@@ -27,8 +27,8 @@ LARGEST_ADVISED_FRACTION = 0.9
 SMALLEST_ADVISED_MODEL_LEN = 256
 GIB = 1 << 30
 # Tokens of one step where the user named no number. While a step lasts every other request waits, and on a CPU one of
-# 256 tokens takes as long as one of 2048 on a GPU.
-TOKEN_BUDGET = {"cpu": 256, "cuda": 2048}
+# 128 tokens takes as long as one of 2048 on a GPU.
+TOKEN_BUDGET = {"cpu": 128, "cuda": 2048}
 # What the compiled kernels need: vectors of this many lanes along a head and along a block.
 NATIVE_LANES = 16
 NATIVE_LARGEST_HEAD_DIM = 256

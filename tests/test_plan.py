@@ -313,7 +313,7 @@ def test_render_says_the_numbers() -> None:
 
 
 def test_token_budget_suits_the_device() -> None:
-    assert token_budget(config(), TINY, "cpu") == 256
+    assert token_budget(config(), TINY, "cpu") == 128
     assert token_budget(config(), TINY, "cuda") == 2048
     assert token_budget(config(scheduler={"max_num_batched_tokens": 77}), TINY, "cpu") == 77
     unsplit = config(scheduler={"enable_chunked_prefill": False})

@@ -26,6 +26,7 @@ from kitfox.kernels.quantized import (
     from_gguf,
     linear_quantized,
     quantize_groups,
+    quantize_head,
     quantize_int8,
     take_rows,
 )
@@ -510,3 +511,14 @@ def test_copy_blocks(isa: str, block_size: int, head_dim: int, kv_dtype: torch.d
     reference.copy_blocks(expected, src, dst, num_tokens)
     kernels.copy_blocks(cache, src, dst, num_tokens)
     assert torch.equal(keys_and_values(cache), expected)
+
+
+def test_8_bits_are_packed_as_they_are_defined(isa: str) -> None:
+    kernels = native_kernels(isa=isa, int8=True)
+    for outputs, inputs in ((1, 64), (37, 100), (100, 33), (16, 576)):
+        for dtype in (torch.float32, torch.bfloat16, torch.float16):
+            weight, x = random(outputs, inputs).to(dtype), random(7, inputs, seed=1)
+            weight[outputs // 2] = 0.0
+            for is_head, quantize in ((False, quantize_int8), (True, quantize_head)):
+                result = kernels.linear(x, kernels.matrix(weight, is_head=is_head))
+                assert torch.equal(result, linear_quantized(x, quantize(weight)))

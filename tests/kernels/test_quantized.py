@@ -12,7 +12,15 @@ from torch import Tensor
 
 from kitfox.errors import UnsupportedModelError
 from kitfox.kernels import quantized
-from kitfox.kernels.quantized import GGUF_FORMATS, QuantizedWeight, linear_quantized, quantize_groups, quantize_int8
+from kitfox.kernels.quantized import (
+    GGUF_FORMATS,
+    QuantizedWeight,
+    dequantize,
+    linear_quantized,
+    quantize_groups,
+    quantize_head,
+    quantize_int8,
+)
 
 TYPES = [gguf.GGMLQuantizationType(type_id) for type_id in GGUF_FORMATS]
 
@@ -214,3 +222,18 @@ def test_a_row_has_the_same_bits_in_any_batch(name: str) -> None:
     for rows in (slice(0, 1), slice(3, 20), slice(69, 70), slice(17, 66)):
         assert torch.equal(linear_quantized(x[rows], weight), whole[rows])
     assert linear_quantized(x[:0], weight).shape == (0, 33)
+
+
+def test_a_head_has_float16_scales_in_groups_of_32() -> None:
+    weight = torch.randn(5, 96) * torch.logspace(-3, 1, 5)[:, None]
+    head = quantize_head(weight)
+    assert (head.group, head.bits, head.zero, head.scale_is_half) == (32, 8, 128, True)
+    assert torch.equal(head.scale, head.scale.half().float())
+    groups = weight.unflatten(1, (-1, 32))
+    error = (dequantize(head).unflatten(1, (-1, 32)) - groups).abs().amax(-1)
+    assert (error <= groups.abs().amax(-1) / 127 * 0.51).all()  # half a step, and the rounding of the scale
+
+
+@pytest.mark.parametrize("weight", [torch.randn(3, 40), torch.full((3, 64), 1e8)], ids=["width", "too large"])
+def test_a_head_that_has_no_such_groups_is_int8(weight: torch.Tensor) -> None:
+    assert quantize_head(weight).is_per_channel
