@@ -11,12 +11,23 @@ import torch
 from torch import Tensor
 
 from kitfox.kernels import library, reference
-from kitfox.kernels.native import NativeKernels, step_struct
+from kitfox.kernels.abi import StepStruct
+from kitfox.kernels.native import NativeKernels
 
 ISAS = library.usable_instruction_sets()
 pytestmark = pytest.mark.skipif(not ISAS, reason="no compiled kernels for this machine")
 
 Make = Callable[..., NativeKernels]
+
+
+def step_struct(**arrays: Tensor) -> StepStruct:
+    """A step by the names of its arrays, which must outlive it."""
+    return StepStruct(
+        num_rows=arrays["token_ids"].shape[0],
+        num_requests=arrays["seq_lens"].shape[0],
+        block_table_stride=arrays["block_table"].stride(0),
+        **{name: array.data_ptr() for name, array in arrays.items()},
+    )
 
 
 @pytest.fixture(autouse=True)
@@ -275,14 +286,15 @@ def test_rotate_and_write(
     kv_cache = torch.full((num_blocks, 2, block_size, num_kv_heads, head_dim), torch.nan)
 
     def run(kernels: NativeKernels, native: Tensor, rows: slice) -> Tensor:
-        step = step_struct(
-            token_ids=positions[rows],
-            positions=positions[rows],
-            slot_mapping=slots[rows],
-            query_start_loc=torch.zeros(2).int(),
-            seq_lens=torch.zeros(1).int(),
-            block_table=torch.zeros(1, 1).int(),
-        )
+        arrays = {
+            "token_ids": positions[rows],
+            "positions": positions[rows],
+            "slot_mapping": slots[rows],
+            "query_start_loc": torch.zeros(2).int(),
+            "seq_lens": torch.zeros(1).int(),
+            "block_table": torch.zeros(1, 1).int(),
+        }
+        step = step_struct(**arrays)
         return kernels.rotate_and_write(
             q[rows],
             k[rows],
