@@ -128,6 +128,8 @@ def _announce(llm: AsyncLLM, address: str, started: float) -> None:
         time.sleep(0.02)
     for name, seconds in llm.phases:
         print(f"  {name:<20} {seconds:6.2f} s", flush=True)
+    if llm.kernels:
+        print(f"  computing with {llm.kernels}", flush=True)
     if llm.health == "dead":
         os.kill(os.getpid(), signal.SIGTERM)
     elif llm.phases:

@@ -48,6 +48,7 @@ class AsyncLLM:
         self.tracer = Tracer(config.trace_capacity)
         self.started_at = time.time()
         self.phases: list[tuple[str, float]] = []
+        self.kernels = ""
         self._start_engine = start_engine
         self._client = start_engine()  # first, so that the engine loads while the tokenizer does
         template = config.model.chat_template
@@ -217,6 +218,7 @@ class AsyncLLM:
                     self._deliver(reply)
                 case EngineReady():
                     self.phases = reply.phases
+                    self.kernels = reply.kernels
                     if self._state == "starting":
                         self._state, self._detail = "ok", ""
                     self._ready.set()

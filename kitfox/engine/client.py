@@ -53,6 +53,7 @@ class EngineReady(msgspec.Struct, tag="ready", frozen=True):
     num_blocks: int
     block_size: int
     phases: list[tuple[str, float]]
+    kernels: str = ""
 
 
 class StepDone(msgspec.Struct, tag="step", frozen=True):

@@ -15,6 +15,10 @@ from kitfox.tracing import Tracer
 class StepExecutor(Protocol):
     """What the core needs of an executor: `executor/executor.py` has the real one, tests have a scripted one."""
 
+    @property
+    def description(self) -> str:
+        """How steps are computed, for the user."""
+
     def execute(self, scheduled: SchedulerOutput) -> ModelRunnerOutput: ...
 
 

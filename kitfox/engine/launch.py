@@ -100,7 +100,11 @@ def _load_for_process(config: EngineConfig, num_blocks: int, reply: Callable[[En
     )
     gc.collect()
     gc.freeze()  # what is loaded now stays; later collections need not look at it
-    reply(EngineReady(num_blocks=num_blocks, block_size=config.cache.block_size, phases=phases))
+    reply(
+        EngineReady(
+            num_blocks=num_blocks, block_size=config.cache.block_size, phases=phases, kernels=core.executor.description
+        )
+    )
     return core
 
 

@@ -62,7 +62,12 @@ class Executor:
             enforce_eager=config.device.enforce_eager,
         )
         on_phase("allocate and capture", time.monotonic() - started)
-        logger.info("%s, %s", self.kernels.description, self.runner.description)
+        logger.info(self.description)
+
+    @property
+    def description(self) -> str:
+        """How steps are computed, for the user: "native kernels (avx512, 2 threads), captured steps"."""
+        return f"{self.kernels.description}, {self.runner.description}"
 
     def execute(self, scheduled: SchedulerOutput) -> ModelRunnerOutput:
         """Run one step; blocks until its tokens are known."""

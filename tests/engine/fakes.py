@@ -23,6 +23,8 @@ def successor(request_id: str, token_ids: list[int]) -> int:
 class FakeExecutor:
     """Keeps each request's tokens as a real executor would, from the differences alone."""
 
+    description = "fake"
+
     def __init__(self, next_token: NextToken = successor):
         self.next_token = next_token
         self.token_ids: dict[str, list[int]] = {}
