@@ -169,7 +169,8 @@ def resolve_precision(config: EngineConfig, model: ModelConfig, device_type: str
     dtype: str = config.model.dtype
     if dtype == "auto":
         fallback = "bfloat16" if device_type == "cuda" else "float32"
-        dtype = model.dtype if model.dtype in DTYPE_BYTES else fallback
+        is_float = model.dtype in DTYPE_BYTES and not model.stored_quantization
+        dtype = model.dtype if is_float else fallback
     kv_dtype: str = config.cache.dtype
     if kv_dtype == "auto":
         kv_dtype = dtype

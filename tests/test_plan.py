@@ -318,3 +318,10 @@ def test_token_budget_suits_the_device() -> None:
     assert token_budget(config(scheduler={"max_num_batched_tokens": 77}), TINY, "cpu") == 77
     unsplit = config(scheduler={"enable_chunked_prefill": False})
     assert token_budget(unsplit, dataclasses.replace(TINY, max_position_embeddings=5000), "cpu") == 5000
+
+
+def test_a_quantised_checkpoint_that_is_not_kept_so_has_the_devices_float() -> None:
+    quantised = dataclasses.replace(TINY, stored_quantization="Q4_1")
+    unkept = config(model={"quantization": "none"})
+    assert resolve_precision(unkept, quantised, "cpu").dtype == "float32"
+    assert resolve_precision(unkept, quantised, "cuda").dtype == "bfloat16"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import random
+import re
 import signal
 import socket
 import subprocess
@@ -58,8 +59,9 @@ class Server:
         raise AssertionError("the server did not become ready")
 
     def read_log(self) -> str:
-        self.log.seek(0)
-        return self.log.read()
+        """What the server has printed so far; its place in the file, which it shares with ours, stays where it is."""
+        descriptor = self.log.fileno()
+        return os.pread(descriptor, os.fstat(descriptor).st_size, 0).decode()
 
     def stop(self) -> int:
         if self.process.poll() is None:
@@ -102,6 +104,14 @@ def known_good_text(server: Server) -> str:
     answer = server.http.post("/v1/completions", json=KNOWN_GOOD)
     assert answer.status_code == 200, answer.text
     return answer.json()["choices"][0]["text"]
+
+
+def test_the_start_says_what_computes(server: Server) -> None:
+    for _ in range(100):
+        if "ready after" in server.read_log():
+            break
+        time.sleep(0.05)
+    assert re.search(r"computing with (native|PyTorch reference) kernels \(", server.read_log())
 
 
 def test_completion_and_its_stream_agree(client: openai.OpenAI):
