@@ -51,7 +51,6 @@ constexpr int direct_vectors(int rows) {
   return count;
 }
 
-inline int64_t round_up(int64_t x, int64_t multiple) { return (x + multiple - 1) / multiple * multiple; }
 
 // Uninitialised floats that begin at a cache line.
 class FloatBuffer {

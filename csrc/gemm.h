@@ -485,10 +485,8 @@ class GatedLinear {
     for (int64_t row = 0; row < rows_; ++row) {
       const float* from = gated + row * CHANNELS;
       if (args_.out) std::copy(from, from + channels, args_.out + row * args_.gate->num_rows + first_channel);
-      if (!args_.out_codes.codes) continue;
-      const int64_t group = args_.out_codes.group, groups = (args_.gate->num_rows + group - 1) / group;
-      for (int64_t i = 0; i < channels; i += group) {
-        quantize_group(from + i, std::min(group, channels - i), args_.out_codes, row, (first_channel + i) / group, groups);
+      if (args_.out_codes.codes) {
+        quantize_part(from, first_channel, channels, args_.gate->num_rows, args_.out_codes, row);
       }
     }
   }

@@ -119,6 +119,17 @@ void share_out(Context* context, int64_t total, const Task& task) {
   context->pool.run({total}, [&](int, int64_t begin, int64_t end, int) { task(begin, end); });
 }
 
+// Calls use with the pointer's real type.
+template <class Use>
+void with_source(const void* source, int32_t format, const Use& use) {
+  switch (static_cast<Format>(format)) {
+    case Format::kFloat32: return use(static_cast<const float*>(source));
+    case Format::kBfloat16: return use(static_cast<const Bfloat16*>(source));
+    case Format::kFloat16: return use(static_cast<const Float16*>(source));
+    case Format::kGrouped: return;
+  }
+}
+
 int64_t num_panels(const Weight& weight) { return (weight.num_rows + PANEL_CHANNELS - 1) / PANEL_CHANNELS; }
 
 }  // namespace
@@ -131,13 +142,9 @@ KF_API int64_t kf_measure(Weight* weight) {
 
 // Packs a matrix [N, K] of float (0), bfloat16 (1) or float16 (2) into a weight of a float format.
 KF_API void kf_pack_float(Context* context, const Weight* weight, const void* source, int32_t format, uint8_t* panels) {
-  share_out(context, num_panels(*weight), [&](int64_t begin, int64_t end) {
-    switch (static_cast<Format>(format)) {
-      case Format::kFloat32: return pack_float(*weight, static_cast<const float*>(source), panels, begin, end);
-      case Format::kBfloat16: return pack_float(*weight, static_cast<const Bfloat16*>(source), panels, begin, end);
-      case Format::kFloat16: return pack_float(*weight, static_cast<const Float16*>(source), panels, begin, end);
-      case Format::kGrouped: return;
-    }
+  with_source(source, format, [&](const auto* numbers) {
+    share_out(context, num_panels(*weight),
+              [&](int64_t begin, int64_t end) { pack_float(*weight, numbers, panels, begin, end); });
   });
 }
 
@@ -148,19 +155,12 @@ KF_API void kf_pack_codes(Context* context, const Weight* weight, const uint8_t*
   });
 }
 
-// Likewise into 8 bits per output channel; channel_scale [N] is an output.
+// Likewise a matrix of floats into 8 bits per output channel; channel_scale [N] is an output.
 KF_API void kf_pack_int8(Context* context, const Weight* weight, const void* source, int32_t format,
                          float* channel_scale, uint8_t* panels) {
-  share_out(context, num_panels(*weight), [&](int64_t begin, int64_t end) {
-    switch (static_cast<Format>(format)) {
-      case Format::kFloat32:
-        return pack_int8(*weight, static_cast<const float*>(source), channel_scale, panels, begin, end);
-      case Format::kBfloat16:
-        return pack_int8(*weight, static_cast<const Bfloat16*>(source), channel_scale, panels, begin, end);
-      case Format::kFloat16:
-        return pack_int8(*weight, static_cast<const Float16*>(source), channel_scale, panels, begin, end);
-      case Format::kGrouped: return;
-    }
+  with_source(source, format, [&](const auto* numbers) {
+    share_out(context, num_panels(*weight),
+              [&](int64_t begin, int64_t end) { pack_int8(*weight, numbers, channel_scale, panels, begin, end); });
   });
 }
 

@@ -42,12 +42,11 @@ inline void quantize_group(const float* x, int64_t size, const Codes& codes, int
   codes.scaled_sum[at] = codes.scale[at] * static_cast<float>(total);
 }
 
-inline void quantize_row(const float* x, int64_t size, const Codes& codes, int64_t row, int64_t first_group,
-                         int64_t last_group) {
+// The part [start, start + count) of a row of `size` numbers, from the beginning of a group on. x: where the part is.
+inline void quantize_part(const float* x, int64_t start, int64_t count, int64_t size, const Codes& codes, int64_t row) {
   const int64_t groups = (size + codes.group - 1) / codes.group;
-  for (int64_t group = first_group; group < std::min(last_group, groups); ++group) {
-    const int64_t start = group * codes.group;
-    quantize_group(x + start, std::min(codes.group, size - start), codes, row, group, groups);
+  for (int64_t i = 0; i < count; i += codes.group) {
+    quantize_group(x + i, std::min(codes.group, count - i), codes, row, (start + i) / codes.group, groups);
   }
 }
 
@@ -109,7 +108,7 @@ class RmsNorm {
       }
       const float* residual = args_.residual ? args_.residual + row * size : nullptr;
       rms_norm_row(args_.x + row * size, args_.weight, residual, out, size, eps, offset);
-      if (args_.codes.codes) quantize_row(out, size, args_.codes, row, 0, size);
+      if (args_.codes.codes) quantize_part(out, 0, size, size, args_.codes, row);
     }
   }
 
@@ -129,11 +128,10 @@ class Quantize {
   int64_t num_tasks() const { return rows_ * num_pieces(); }
 
   void run(int64_t begin, int64_t end, int /*thread*/) const {
-    const int64_t groups_a_piece = PIECE / args_.codes.group;
     for (int64_t task = begin; task < end; ++task) {
-      const int64_t row = task / num_pieces(), piece = task % num_pieces();
-      quantize_row(args_.x + row * args_.size, args_.size, args_.codes, row, piece * groups_a_piece,
-                   (piece + 1) * groups_a_piece);
+      const int64_t row = task / num_pieces(), start = task % num_pieces() * PIECE;
+      const int64_t count = std::min(PIECE, args_.size - start);
+      quantize_part(args_.x + row * args_.size + start, start, count, args_.size, args_.codes, row);
     }
   }
 
@@ -182,11 +180,7 @@ class ActAndMul {
         const simd::f32 up = simd::load_first(args_.up + at + i, count);
         simd::store_first(out + i, simd::mul(activate(gate, activation), up), count);
       }
-      if (!args_.codes.codes) continue;
-      const int64_t group = args_.codes.group, groups = (args_.size + group - 1) / group;
-      for (int64_t i = 0; i < size; i += group) {
-        quantize_group(out + i, std::min(group, size - i), args_.codes, row, (start + i) / group, groups);
-      }
+      if (args_.codes.codes) quantize_part(out, start, size, args_.size, args_.codes, row);
     }
   }
 

@@ -32,8 +32,6 @@ constexpr int CHANNELS = simd::LANES;
 // Elements of each of a panel's channels that are converted and transposed at a time: in the first cache level.
 constexpr int TILE = 64;
 
-inline int64_t round_up(int64_t n, int64_t multiple) { return (n + multiple - 1) / multiple * multiple; }
-
 inline int64_t padded_columns(const Weight& weight) {
   switch (static_cast<Format>(weight.format)) {
     case Format::kGrouped: return round_up(weight.num_columns, weight.group);
@@ -254,7 +252,7 @@ inline int64_t panel_bytes(const Weight& weight) {
       bytes = packing::code_bytes(weight) + packing::scale_bytes(weight) * (weight.has_minimum ? 2 : 1);
       break;
   }
-  return packing::round_up(bytes, 64);
+  return round_up(bytes, 64);
 }
 
 // Writes the panels [first_panel, last_panel) of a weight in one of the float formats to their places in `panels`, from

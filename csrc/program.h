@@ -6,6 +6,8 @@
 
 namespace kitfox {
 
+inline int64_t round_up(int64_t n, int64_t multiple) { return (n + multiple - 1) / multiple * multiple; }
+
 enum class Format : int32_t {
   kFloat32 = 0,   // panels [N/16][K][16] float
   kBfloat16 = 1,  // panels [N/16][K/2][16][2]

@@ -15,6 +15,8 @@ from kitfox.errors import ConfigError
 from kitfox.executor.model_runner import ModelRunner
 from kitfox.kernels import library
 from kitfox.kernels.interface import Kernels
+from kitfox.kernels.native import NativeKernels
+from kitfox.kernels.torch_kernels import TorchKernels
 from kitfox.models import make_model
 from kitfox.plan import Precision, resolve_max_model_len, resolve_precision
 from kitfox.step import ModelRunnerOutput, SchedulerOutput
@@ -78,33 +80,26 @@ def make_kernels(config: EngineConfig, precision: Precision, device: torch.devic
     """The best kernels for a device, with their threads started."""
     dtype, kv_dtype = TORCH_DTYPES[precision.dtype], TORCH_DTYPES[precision.kv_dtype]
     int8 = precision.quantization == "int8"
-    if device.type != "cpu":
-        from kitfox.kernels.torch_kernels import TorchKernels
-
-        return TorchKernels(device, dtype, kv_dtype, int8=int8)
-    cores = _cores_to_use(config.device.num_threads)
-    if precision.is_native:
-        from kitfox.kernels.native import NativeKernels
-
-        loaded = library.load()
-        assert loaded is not None, "the precision says that there are native kernels"
-        torch.set_num_threads(1)  # what little torch still computes is not worth waking a second pool for
-        pins = config.device.pin_threads
-        pin = len(cores) >= FEWEST_PINNED_THREADS if pins is None else pins
-        return NativeKernels(
-            loaded,
-            library.describe(),
-            dtype=dtype,
-            kv_dtype=kv_dtype,
-            num_threads=len(cores),
-            cores=cores if pin else (),
-            int8=int8,
-            keeps_quantized=precision.quantization == "stored",
-        )
-    from kitfox.kernels.torch_kernels import TorchKernels
-
-    torch.set_num_threads(len(cores))
-    return TorchKernels(device, dtype, kv_dtype, int8=int8, why=precision.why_not_native or "")
+    cores = _cores_to_use(config.device.num_threads) if device.type == "cpu" else []
+    if not precision.is_native:
+        if cores:
+            torch.set_num_threads(len(cores))
+        return TorchKernels(device, dtype, kv_dtype, int8=int8, why=precision.why_not_native or "")
+    loaded = library.load()
+    assert loaded is not None, "the precision says that there are native kernels"
+    torch.set_num_threads(1)  # what little torch still computes is not worth waking a second pool for
+    pins = config.device.pin_threads
+    pin = len(cores) >= FEWEST_PINNED_THREADS if pins is None else pins
+    return NativeKernels(
+        loaded,
+        library.describe(),
+        dtype=dtype,
+        kv_dtype=kv_dtype,
+        num_threads=len(cores),
+        cores=cores if pin else (),
+        int8=int8,
+        keeps_quantized=precision.quantization == "stored",
+    )
 
 
 def _cores_to_use(num_threads: int) -> list[int]:

@@ -65,13 +65,17 @@ class ModelRunner:
         if not scheduled.num_scheduled_tokens:
             return ModelRunnerOutput()
         step = self.input_batch.gather(scheduled.num_scheduled_tokens)
-        batch = self._forward_batch(step)
-        if self.program is None:
-            self.attention.plan(batch)
-        hidden = self.model.forward(batch) if self.program is None else self.program.replay(batch)  # [T, hidden]
+        hidden = self.forward(self._forward_batch(step))
         prompt = self._prompt_logprobs(step, hidden)
         sampled, logprobs, errors = self._sample(step, hidden)
         return ModelRunnerOutput(sampled_token_ids=sampled, logprobs=logprobs, prompt_logprobs=prompt, errors=errors)
+
+    def forward(self, batch: ForwardBatch, *, captured: bool = True) -> torch.Tensor:
+        """Hidden states [T, hidden] of a batch whose attention is ours: replayed, if the forward pass is captured."""
+        if captured and self.program is not None:
+            return self.program.replay(batch)
+        self.attention.plan(batch)
+        return self.model.forward(batch)
 
     def _copy_blocks(self, copies: list[BlockCopy]) -> None:
         if not copies:

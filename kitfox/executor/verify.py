@@ -166,10 +166,7 @@ class PagedForward:
             kv_caches=runner.kv_caches,
             attention=runner.attention,
         )
-        if self.captured and runner.program is not None:
-            return torch.cat(rows), runner.program.replay(batch)
-        runner.attention.plan(batch)
-        return torch.cat(rows), runner.model.forward(batch)
+        return torch.cat(rows), runner.forward(batch, captured=self.captured)
 
     @torch.inference_mode()
     def copy_block(self, source: Tensor, target: Tensor, num_tokens: int) -> None:

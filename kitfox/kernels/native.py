@@ -83,19 +83,18 @@ class NativeKernels(Kernels):
         self.keeps_quantized = keeps_quantized
         self.num_threads = num_threads
         self._int8 = int8
-        self._library = _declare(library)
+        self.library = _declare(library)
         self._panels = _PanelMemory()
         self._argmax_programs: dict[PackedMatrix, _ArgmaxProgram] = {}
         pinned = (c_int32 * len(cores))(*cores) if cores else None
         self.context = library.kf_new(num_threads, pinned, spin_us)
-        self.library = library
         plural = "s" if num_threads != 1 else ""
         self.description = f"native kernels ({isa}, {num_threads} thread{plural})"
 
     def close(self) -> None:
         """End the threads. Nothing may be run afterwards."""
         if self.context:
-            self._library.kf_free(self.context)
+            self.library.kf_free(self.context)
             self.context = None
 
     # ---- weights ------------------------------------------------------------------------------------------------
@@ -114,7 +113,7 @@ class NativeKernels(Kernels):
         struct = WeightStruct(format=_FORMATS[self.dtype], num_rows=weight.shape[0], num_columns=weight.shape[1])
         panels = self._allocate_panels(struct)
         source = (weight.data_ptr(), _FORMATS[weight.dtype])
-        self._library.kf_pack_float(self.context, ctypes.byref(struct), *source, panels.data_ptr())
+        self.library.kf_pack_float(self.context, ctypes.byref(struct), *source, panels.data_ptr())
         return PackedMatrix(struct, panels, None)
 
     def _pack_int8(self, weight: Tensor) -> PackedMatrix:
@@ -132,7 +131,7 @@ class NativeKernels(Kernels):
         panels = self._allocate_panels(struct)
         source = (weight.data_ptr(), _FORMATS[weight.dtype])
         destination = (channel_scale.data_ptr(), panels.data_ptr())
-        self._library.kf_pack_int8(self.context, ctypes.byref(struct), *source, *destination)
+        self.library.kf_pack_int8(self.context, ctypes.byref(struct), *source, *destination)
         return PackedMatrix(struct, panels, channel_scale)
 
     def _pack_codes(self, weight: QuantizedWeight) -> PackedMatrix:
@@ -154,7 +153,7 @@ class NativeKernels(Kernels):
         panels = self._allocate_panels(struct)
         operands = (weight.codes.contiguous(), weight.scale.contiguous(), weight.minimum)
         addresses = [address_of(operand) for operand in operands]
-        self._library.kf_pack_codes(self.context, ctypes.byref(struct), *addresses, panels.data_ptr())
+        self.library.kf_pack_codes(self.context, ctypes.byref(struct), *addresses, panels.data_ptr())
         return PackedMatrix(struct, panels, channel_scale)
 
     def _allocate_channel_scale(self, struct: WeightStruct) -> Tensor:
@@ -163,7 +162,7 @@ class NativeKernels(Kernels):
         return scale
 
     def _allocate_panels(self, struct: WeightStruct) -> Tensor:
-        panels = self._panels.allocate(self._library.kf_measure(ctypes.byref(struct)))
+        panels = self._panels.allocate(self.library.kf_measure(ctypes.byref(struct)))
         struct.panels = panels.data_ptr()
         return panels
 
@@ -313,7 +312,7 @@ class NativeKernels(Kernels):
 
     def run(self, ops: ctypes.Array[OpStruct], step: StepStruct, tile_rows: int) -> None:
         """Run a program over a step, at most tile_rows rows at a time. Other Python threads go on meanwhile."""
-        self._library.kf_run(self.context, ops, len(ops), ctypes.byref(step), tile_rows)
+        self.library.kf_run(self.context, ops, len(ops), ctypes.byref(step), tile_rows)
 
     # ---- KV cache -----------------------------------------------------------------------------------------------
 
@@ -325,7 +324,7 @@ class NativeKernels(Kernels):
     def copy_blocks(self, kv_cache: Tensor, src: Tensor, dst: Tensor, num_tokens: Tensor) -> None:
         operands = [operand.contiguous() for operand in (src, dst, num_tokens)]
         addresses = (operand.data_ptr() for operand in operands)
-        self._library.kf_copy_blocks(ctypes.byref(_cache_struct(kv_cache)), *addresses, src.shape[0])
+        self.library.kf_copy_blocks(ctypes.byref(_cache_struct(kv_cache)), *addresses, src.shape[0])
 
 
 class _ArgmaxProgram:
