@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import subprocess
 import sys
 import threading
@@ -15,6 +16,7 @@ from rich.console import Console
 from kitfox.errors import ConfigError, ModelNotFoundError, WeightsError
 from kitfox.weights import hub
 from kitfox.weights.hub import Alias, cache_dir, list_models, pull_model, resolve_model
+from tests.weights.fake_hub import COMMIT, FakeHub
 
 
 @pytest.fixture
@@ -166,6 +168,40 @@ def test_hub_id_offline_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
         resolve_model("nobody/nothing")
     with pytest.raises(ModelNotFoundError, match="cannot be a hub id"):
         resolve_model("not a name")
+
+
+def test_a_hub_id_is_fetched_once_and_then_found_offline(tmp_path: Path) -> None:
+    files = {"config.json": b"{}", "model.safetensors": bytes(range(256)) * 4096, "tokenizer.json": b'{"a": 1}'}
+    hub_files = {"fox/tiny": {**files, "pytorch_model.bin": b"no"}, "fox/other": {"config.json": b"{}"}}
+    with FakeHub(hub_files, gated=("fox/gated",)).running() as fake:
+        environment = {"HF_ENDPOINT": fake.url, "HF_HUB_OFFLINE": "0", "HF_HOME": str(tmp_path / "hf")}
+
+        def kitfox(*args: str, **changes: str) -> subprocess.CompletedProcess[str]:
+            command = [sys.executable, "-m", "kitfox", *args]
+            changed = {**os.environ, **environment, **changes}
+            return subprocess.run(command, env=changed, capture_output=True, text=True, timeout=120)
+
+        pulled = kitfox("pull", "fox/tiny")
+        assert pulled.returncode == 0, pulled.stderr
+        (folder,) = (tmp_path / "hf" / "hub" / "models--fox--tiny" / "snapshots").iterdir()
+        assert folder.name == COMMIT
+        assert str(folder) in pulled.stderr.replace("\n", "")
+        assert {file.name: file.read_bytes() for file in folder.iterdir()} == files
+        assert not any("pytorch_model.bin" in path for path in fake.requests)
+        for name, revision, message in (
+            ("fox/none", None, "the hub has no model 'fox/none'"),
+            ("fox/gated", None, "'fox/gated' is gated on the hub"),
+            ("fox/tiny", "v9", "the hub's 'fox/tiny' has no revision 'v9'"),
+        ):
+            refused = kitfox("pull", name, *(["--revision", revision] if revision else []))
+            assert refused.returncode != 0
+            assert message in " ".join(refused.stderr.split())
+    again = kitfox("pull", "fox/tiny", HF_HUB_OFFLINE="1")
+    assert again.returncode == 0
+    assert str(folder) in again.stderr.replace("\n", "")
+    away = kitfox("pull", "fox/other")  # the hub no longer answers
+    assert away.returncode != 0
+    assert "could not be reached" in away.stderr
 
 
 def test_cache_dir_follows_the_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
