@@ -5,22 +5,23 @@ from __future__ import annotations
 import contextlib
 import http.client
 import json
-import socket
-import subprocess
 import sys
-import time
+import tempfile
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
+from kitfox.bench.servers import StartedServer, free_port, stop_on_signals
 from kitfox.errors import EngineDeadError, KitfoxError, ModelNotFoundError
+from kitfox.weights.hub import DEFAULT_MODEL, resolve_model
 
 USUAL_URL = "http://127.0.0.1:8000"
-START_TIMEOUT_S = 600.0  # a large model from a slow disk
+HELP = "/exit leaves, Ctrl-C stops an answer; a message that begins with / needs a space before it"
 
 
 @dataclass(frozen=True)
@@ -114,13 +115,16 @@ def _ask() -> str | None:
     """The next message; None to leave."""
     while True:
         try:
-            text = input("> ").strip()
+            line = input("> ")
         except (EOFError, KeyboardInterrupt):
             print()
             return None
+        text = line.strip()
         if text in ("/exit", "/quit"):
             return None
-        if text:
+        if line.startswith("/"):
+            print(HELP)
+        elif text:
             return text
 
 
@@ -134,31 +138,17 @@ def _server(options: ChatOptions, console: Console) -> Iterator[str]:
     if served and options.model in (None, *served):
         yield USUAL_URL
         return
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    model = [options.model] if options.model is not None else []
-    command = [sys.executable, "-m", "kitfox", "serve", *model, "--port", str(port), "--log-level", "warning"]
-    # Its own session: Ctrl-C in this terminal stops an answer, not the server.
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, start_new_session=True)
-    try:
-        with console.status("starting a server"):
-            _wait_until_ready(process, f"http://127.0.0.1:{port}")
-        yield f"http://127.0.0.1:{port}"
-    finally:
-        process.terminate()
-        process.wait()
-
-
-def _wait_until_ready(process: subprocess.Popen[bytes], base_url: str) -> None:
-    deadline = time.monotonic() + START_TIMEOUT_S
-    while time.monotonic() < deadline:
-        if process.poll() is not None:
-            raise EngineDeadError("the server did not start, see above")
-        with contextlib.suppress(OSError), urllib.request.urlopen(f"{base_url}/ready", timeout=5):
-            return
-        time.sleep(0.05)
-    raise EngineDeadError(f"the server was not ready within {START_TIMEOUT_S:g} s")
+    model = options.model or DEFAULT_MODEL
+    resolve_model(model)  # fetched here if need be, where its progress is seen
+    port = free_port()
+    command = [sys.executable, "-m", "kitfox", "serve", model, "--port", str(port), "--log-level", "warning"]
+    stop_on_signals()  # SIGHUP: the terminal was closed
+    with tempfile.TemporaryDirectory(prefix="kitfox-chat-") as folder:
+        server = StartedServer(command, port, Path(folder) / "server.log")
+        with contextlib.ExitStack() as started:
+            with console.status("starting a server"):
+                started.enter_context(server)
+            yield server.base_url
 
 
 def _served_models(base_url: str) -> list[str]:

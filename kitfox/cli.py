@@ -386,6 +386,32 @@ def _chat(argv: Sequence[str]) -> None:
     run_chat(ChatOptions(**vars(arguments)))
 
 
+def _bench(argv: Sequence[str]) -> None:
+    _measure("bench", argv, "Measure a server that speaks OpenAI's API: latencies, throughput, goodput, memory.")
+
+
+def _compare(argv: Sequence[str]) -> None:
+    _measure("compare", argv, "Let servers take turns at the same work, and say which is better, how surely.")
+
+
+def _ablate(argv: Sequence[str]) -> None:
+    _measure("ablate", argv, "Say what each of kitfox's techniques is worth on a workload.")
+
+
+def _measure(name: str, argv: Sequence[str], description: str) -> None:
+    from kitfox.flags import FlagParser
+
+    try:
+        from kitfox.bench import command
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] == "kitfox":
+            raise
+        raise ConfigError(f"kitfox {name} needs {error.name}: pip install 'kitfox[bench]'") from error
+    parser = FlagParser(f"kitfox {name}", description=description, allow_abbrev=False)
+    if status := getattr(command, name)(parser, argv):
+        raise SystemExit(status)
+
+
 def _version(argv: Sequence[str]) -> None:
     from kitfox.flags import FlagParser
 
@@ -399,6 +425,9 @@ COMMANDS: dict[str, tuple[Callable[[Sequence[str]], None], str]] = {
     "verify": (_verify, "prove that a token's logits do not depend on company"),
     "chat": (_chat, "talk to a model"),
     "generate": (_generate, "answer prompts without a server"),
+    "bench": (_bench, "measure any OpenAI-compatible server"),
+    "compare": (_compare, "let servers take turns at the same work, and decide"),
+    "ablate": (_ablate, "say what each technique of kitfox is worth"),
     "pull": (_pull, "fetch a model and show its licence"),
     "models": (_models, "list the models that have an alias"),
     "version": (_version, "print the version"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.server
 import io
 import json
@@ -257,18 +258,36 @@ class TestChat:
             list(stream_answer("http://127.0.0.1:9", {}))
 
     def test_starts_a_server_and_stops_it(self, fake_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-        """A stand-in process, and the fake server in the place of the one it would be."""
-        started: list[subprocess.Popen[bytes]] = []
-        popen = subprocess.Popen
+        """A stand-in for it, at the address of the fake server."""
+        events: list[str] = []
 
-        def start(command: list[str], **options: object) -> subprocess.Popen[bytes]:
-            assert command[1:5] == ["-m", "kitfox", "serve", "fox-file.gguf"]
-            started.append(popen([sys.executable, "-c", "import time; time.sleep(60)"]))
-            return started[0]
+        class StandIn(contextlib.AbstractContextManager["StandIn"]):
+            base_url = fake_url
+
+            def __init__(self, command: list[str], port: int, log: Path):
+                assert command[1:7] == ["-m", "kitfox", "serve", "fox-file.gguf", "--port", str(port)]
+
+            def __enter__(self) -> StandIn:
+                events.append("started")
+                return self
+
+            def __exit__(self, *_: object) -> None:
+                events.append("stopped")
 
         monkeypatch.setattr(chat, "USUAL_URL", "http://127.0.0.1:9")
-        monkeypatch.setattr(chat.subprocess, "Popen", start)
-        monkeypatch.setattr(chat, "_wait_until_ready", lambda process, url: None)
+        monkeypatch.setattr(chat, "StartedServer", StandIn)
+        monkeypatch.setattr(chat, "stop_on_signals", lambda: None)
+        monkeypatch.setattr(chat, "resolve_model", lambda model: None)
         monkeypatch.setattr(chat, "_served_models", lambda url: [] if url.endswith(":9") else ["fox-file.gguf"])
         self.talk(monkeypatch, ["/exit"], ChatOptions(model="fox-file.gguf"))
-        assert started[0].poll() is not None
+        assert events == ["started", "stopped"]
+
+    def test_a_word_with_a_slash_is_not_sent(
+        self, fake_url: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        monkeypatch.setattr(chat, "stream_answer", lambda url, body: iter([body["messages"][-1]["content"]]))
+        self.talk(monkeypatch, ["/help", "/foo bar", " /tmp?", "/quit"], ChatOptions(base_url=fake_url))
+        printed = capsys.readouterr().out
+        assert printed.count(chat.HELP) == 2
+        assert "/foo" not in printed
+        assert "/tmp?" in printed

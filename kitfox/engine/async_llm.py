@@ -42,6 +42,7 @@ class AsyncLLM:
     ):
         self.config = config
         self.model_config = model_config
+        self.path = path
         self.max_model_len = max_model_len
         self.stats = EngineStats(num_blocks=num_blocks, num_free_blocks=num_blocks, block_size=config.cache.block_size)
         self.on_step: Callable[[EngineStats], None] = lambda _: None  # hears of every step; `stats` is only the latest
@@ -49,6 +50,8 @@ class AsyncLLM:
         self.started_at = time.time()
         self.phases: list[tuple[str, float]] = []
         self.kernels = ""
+        self.device = ""
+        self.num_threads = 0
         self._start_engine = start_engine
         self._client = start_engine()  # first, so that the engine loads while the tokenizer does
         template = config.model.chat_template
@@ -219,6 +222,8 @@ class AsyncLLM:
                 case EngineReady():
                     self.phases = reply.phases
                     self.kernels = reply.kernels
+                    self.device = reply.device
+                    self.num_threads = reply.num_threads
                     if self._state == "starting":
                         self._state, self._detail = "ok", ""
                     self._ready.set()

@@ -48,12 +48,14 @@ EngineMessage = AddRequests | AbortRequests | QueryTrace | StopEngine
 
 
 class EngineReady(msgspec.Struct, tag="ready", frozen=True):
-    """The engine can serve: what it really allocated, and how long each phase of its start took."""
+    """The engine can serve: what it really allocated, what it computes on, how long each phase of its start took."""
 
     num_blocks: int
     block_size: int
     phases: list[tuple[str, float]]
     kernels: str = ""
+    device: str = ""
+    num_threads: int = 0
 
 
 class StepDone(msgspec.Struct, tag="step", frozen=True):

@@ -19,6 +19,14 @@ class StepExecutor(Protocol):
     def description(self) -> str:
         """How steps are computed, for the user."""
 
+    @property
+    def device_name(self) -> str:
+        """Where they are computed: "cpu", "cuda:0"."""
+
+    @property
+    def num_threads(self) -> int:
+        """How many threads compute on a CPU; 0 on another device."""
+
     def execute(self, scheduled: SchedulerOutput) -> ModelRunnerOutput: ...
 
 

@@ -102,7 +102,12 @@ def _load_for_process(config: EngineConfig, num_blocks: int, reply: Callable[[En
     gc.freeze()  # what is loaded now stays; later collections need not look at it
     reply(
         EngineReady(
-            num_blocks=num_blocks, block_size=config.cache.block_size, phases=phases, kernels=core.executor.description
+            num_blocks=num_blocks,
+            block_size=config.cache.block_size,
+            phases=phases,
+            kernels=core.executor.description,
+            device=core.executor.device_name,
+            num_threads=core.executor.num_threads,
         )
     )
     return core

@@ -71,6 +71,14 @@ class Executor:
         """How steps are computed, for the user: "native kernels (avx512, 2 threads), captured steps"."""
         return f"{self.kernels.description}, {self.runner.description}"
 
+    @property
+    def device_name(self) -> str:
+        return str(self.device)
+
+    @property
+    def num_threads(self) -> int:
+        return self.kernels.num_threads
+
     def execute(self, scheduled: SchedulerOutput) -> ModelRunnerOutput:
         """Run one step; blocks until its tokens are known."""
         return self.runner.execute(scheduled)

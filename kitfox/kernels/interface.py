@@ -23,6 +23,7 @@ class Kernels(ABC):
         kv_dtype: of the cache.
         keeps_quantized: whether a checkpoint's quantised matrices are wanted as they are stored.
         description: for the user, at start.
+        num_threads: that compute on a CPU; 0 on another device.
     """
 
     device: torch.device
@@ -30,6 +31,7 @@ class Kernels(ABC):
     kv_dtype: torch.dtype
     keeps_quantized: bool
     description: str
+    num_threads: int
 
     @abstractmethod
     def matrix(self, weight: Tensor | QuantizedWeight, *, is_head: bool = False) -> Matrix:

@@ -26,6 +26,7 @@ class TorchKernels(Kernels):
         self.activation_dtype = dtype
         self.kv_dtype = kv_dtype
         self._int8 = int8
+        self.num_threads = torch.get_num_threads() if device.type == "cpu" else 0
         self.description = "PyTorch reference kernels" + (f" ({why}; slow)" if why else "")
 
     def matrix(self, weight: Tensor | QuantizedWeight, *, is_head: bool = False) -> Matrix:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import importlib.metadata
 import logging
 import signal
@@ -21,6 +22,7 @@ from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kitfox.errors import KitfoxError, RequestError
+from kitfox.plan import resolve_precision
 from kitfox.server.metrics import ServerMetrics
 from kitfox.server.openai import (
     ChatRequest,
@@ -287,6 +289,12 @@ def _add_state_routes(app: FastAPI, llm: AsyncLLM, metrics: ServerMetrics) -> No
     async def get_version() -> Response:
         return json_response({"version": version()})
 
+    @app.get("/server_info")
+    @app.get("/get_server_info")
+    async def server_info() -> Response:
+        await llm.wait_until_ready()  # only then is everything decided
+        return json_response(_server_info(llm))
+
     @app.get("/metrics")
     async def get_metrics() -> Response:
         return Response(metrics.render(), media_type="text/plain; version=0.0.4; charset=utf-8")
@@ -309,6 +317,35 @@ def _add_state_routes(app: FastAPI, llm: AsyncLLM, metrics: ServerMetrics) -> No
             for event in events
         ]
         return json_response({"id": answer_id, "object": "trace", "events": shown})
+
+
+def _server_info(llm: AsyncLLM) -> dict[str, Any]:
+    """What is served and how, as it was resolved; `config` is what was asked for."""
+    config, model_config = llm.config, llm.model_config
+    precision = resolve_precision(config, model_config, llm.device.partition(":")[0])
+    quantization = {"": "none", "stored": model_config.stored_quantization}
+    return {
+        "engine": "kitfox",
+        "version": version(),
+        "model_path": str(llm.path),
+        "tokenizer_path": config.model.tokenizer or str(llm.path),
+        "served_model_names": served_model_names(llm),
+        "load_format": config.model.load_format,
+        "dtype": precision.dtype,
+        "quantization": quantization.get(precision.quantization, precision.quantization),
+        "kv_cache_dtype": precision.kv_dtype,
+        "kernels": llm.kernels,
+        "device": llm.device,
+        "num_threads": llm.num_threads,
+        "cache": config.cache.organisation,
+        "block_size": config.cache.block_size,
+        "num_blocks": llm.stats.num_blocks,
+        "max_model_len": llm.max_model_len,
+        "max_num_batched_tokens": config.scheduler.max_num_batched_tokens,
+        "max_num_seqs": config.scheduler.max_num_seqs,
+        "scheduling_policy": config.scheduler.policy,
+        "config": dataclasses.asdict(config),
+    }
 
 
 def _state_body(llm: AsyncLLM) -> dict[str, Any]:

@@ -6,6 +6,7 @@ import asyncio
 import codecs
 import time
 from collections.abc import AsyncIterator, Callable
+from pathlib import Path
 from typing import Any, ClassVar
 
 from kitfox.config import EngineConfig, ModelConfig
@@ -67,6 +68,8 @@ class FakeAsyncLLM:
     def __init__(self, *, reply: str = REPLY, tokens_per_delta: int = 1):
         self.config = EngineConfig().replace(model={"model": "fox", "served_model_names": (MODEL, "alias")})
         self.model_config = MODEL_CONFIG
+        self.path = Path("/models/fox.gguf")
+        self.kernels, self.device, self.num_threads = "fake kernels", "cpu", 2
         self.max_model_len = MAX_MODEL_LEN
         self.tokenizer = ByteTokenizer()
         self.stats = EngineStats(num_blocks=10, num_free_blocks=7, num_running=2, num_waiting=1, block_size=32)
@@ -90,6 +93,10 @@ class FakeAsyncLLM:
 
     def start(self) -> None:
         pass
+
+    async def wait_until_ready(self) -> None:
+        if self.health == "dead":
+            raise EngineDeadError(self.health_detail)
 
     async def shutdown(self, drain_s: float = 0.0) -> None:
         self.health = "draining"

@@ -58,6 +58,34 @@ def test_version() -> None:
     assert send(FakeAsyncLLM(), "GET", "/version").json()["version"]
 
 
+@pytest.mark.parametrize("path", ["/server_info", "/get_server_info"])
+def test_server_info(path: str) -> None:
+    llm = FakeAsyncLLM()
+    llm.config = llm.config.replace(cache={"organisation": "radix"}, scheduler={"max_num_batched_tokens": 64})
+    body = send(llm, "GET", path).json()
+    assert (body["engine"], body["model_path"], body["tokenizer_path"]) == ("kitfox", *["/models/fox.gguf"] * 2)
+    assert body["served_model_names"] == [MODEL, "alias"]
+    assert (body["dtype"], body["kv_cache_dtype"], body["quantization"]) == ("float32", "float32", "none")
+    assert (body["kernels"], body["device"], body["num_threads"]) == ("fake kernels", "cpu", 2)
+    assert (body["cache"], body["block_size"], body["num_blocks"]) == ("radix", 32, 10)
+    assert (body["max_model_len"], body["max_num_batched_tokens"]) == (MAX_MODEL_LEN, 64)
+    assert body["config"]["model"]["model"] == "fox"
+    assert body["config"]["cache"]["dtype"] == "auto"
+
+
+def test_server_info_names_the_quantisation_that_is_kept() -> None:
+    llm = FakeAsyncLLM()
+    llm.config = llm.config.replace(model={"quantization": "int8"})
+    assert send(llm, "GET", "/server_info").json()["quantization"] == "int8"
+
+
+def test_server_info_of_a_dead_engine() -> None:
+    llm = FakeAsyncLLM()
+    llm.health, llm.health_detail = "dead", "no memory"
+    response = send(llm, "GET", "/server_info")
+    assert (response.status_code, response.json()["error"]["code"]) == (503, "engine_unavailable")
+
+
 def test_trace_by_the_answer_s_id() -> None:
     llm = FakeAsyncLLM()
     answer_id = send(llm, "POST", COMPLETIONS, {"prompt": "Hi"}).json()["id"]
