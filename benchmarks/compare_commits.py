@@ -9,17 +9,13 @@ ratio of output tokens per second below --least on any workload is reported and 
 from __future__ import annotations
 
 import argparse
-import shlex
-import statistics
 import subprocess
 import sys
+import time
 from pathlib import Path
 
-from benchmarks.compare_peers import measure
-from benchmarks.load import WORKLOADS, read_words
-from benchmarks.make_models import made
+from benchmarks.compare_peers import WORKLOADS, compare
 from benchmarks.paths import CACHE
-from benchmarks.peers import SHAPES, kitfox_side
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -31,25 +27,17 @@ def main() -> None:
     parser.add_argument("--workloads", default="W1,W3,W5")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--least", type=float, default=0.95, help="smallest ratio that is no regression")
+    parser.add_argument("--out", type=Path, default=CACHE / "results" / time.strftime("%Y-%m-%d-%H%M%S"))
     args = parser.parse_args()
-    arguments = shlex.split(args.arguments)
-    sides = [
-        kitfox_side("now", str(ROOT / ".venv/bin/kitfox"), arguments),
-        kitfox_side("before", str(checked_out(args.commit) / ".venv/bin/kitfox"), arguments),
-    ]
-    workloads = [WORKLOADS[name] for name in args.workloads.split(",")]
-    words = read_words(made(f"{SHAPES['135m']}-bf16"))
-    speeds: dict[tuple[str, str], list[float]] = {}
-    for repeat in range(args.repeats):
-        for side in sides if repeat % 2 == 0 else reversed(sides):
-            for row in measure(side, workloads, words, repeat):
-                speeds.setdefault((row.result.workload, side.name), []).append(row.result.output_tok_s)
+    before = f"{checked_out(args.commit) / '.venv/bin/kitfox'} serve {args.arguments} --port {{port}}"
+    sides = [f"now=kitfox:{args.arguments}", f"before=cmd:{before}"]
     ratios = {}
-    for workload in workloads:
-        now, before = speeds[workload.name, "now"], speeds[workload.name, "before"]
-        ratios[workload.name] = statistics.median(now) / statistics.median(before)
-        spread = " and ".join(f"{min(values):.0f}-{max(values):.0f}" for values in (now, before))
-        print(f"{workload.name}: {ratios[workload.name]:.2f} of {args.commit} (output tok/s {spread})")
+    for workload in args.workloads.split(","):
+        words, concurrency = WORKLOADS[workload]
+        flags = [*words.split(), "--concurrency", str(concurrency), "--repeats", str(args.repeats)]
+        estimates = compare(sides, flags, args.out / workload)["metrics"]["output_tokens_per_s"]
+        ratios[workload] = estimates["now"]["value"] / estimates["before"]["value"]
+        print(f"{workload}: {ratios[workload]:.2f} of {args.commit} ({args.out / workload}/report.html)", flush=True)
     sys.exit(any(ratio < args.least for ratio in ratios.values()))
 
 

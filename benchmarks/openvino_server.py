@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import AsyncIterator
+from pathlib import Path
 
 import numpy as np
 import openvino
@@ -78,12 +79,22 @@ class Engine:
                 del self._running[request_id]
 
 
-def build_app(engine: Engine) -> FastAPI:
+def build_app(engine: Engine, model: str) -> FastAPI:
     app = FastAPI()
 
     @app.get("/health")
     def health() -> dict:
         return {}
+
+    @app.get("/v1/models")
+    def models() -> dict:
+        return {"object": "list", "data": [{"id": Path(model).name, "object": "model", "root": model}]}
+
+    @app.post("/tokenize")
+    async def tokenize(request: Request) -> dict:
+        text = (await request.json())["prompt"]
+        ids = engine.tokenizer.encode(text, add_special_tokens=False).input_ids.data[0]
+        return {"tokens": [int(token_id) for token_id in ids]}
 
     @app.post("/v1/completions")
     async def completions(request: Request) -> StreamingResponse:
@@ -110,4 +121,6 @@ def _event(**fields: object) -> str:
 
 
 if __name__ == "__main__":
-    uvicorn.run(build_app(Engine(sys.argv[1])), host="127.0.0.1", port=int(sys.argv[2]), log_level="warning")
+    uvicorn.run(
+        build_app(Engine(sys.argv[1]), sys.argv[1]), host="127.0.0.1", port=int(sys.argv[2]), log_level="warning"
+    )

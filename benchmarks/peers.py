@@ -1,6 +1,8 @@
 """The servers kitfox is compared with: how each is installed, started and asked.
 
-    .venv/bin/python -m benchmarks.peers [NAME ...]      make their environments, each in a folder of its own
+    .venv/bin/python -m benchmarks.peers [NAME ...]      make their environments, and print each as a side
+
+A side is an argument of `kitfox compare`.
 
 Every peer gets the flags that were measured to be best for it on this machine; where they matter, the reason is beside
 them. SGLang and OVMS are missing: neither has a CPU build on PyPI.
@@ -16,15 +18,12 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from benchmarks.load import Workload
 from benchmarks.make_models import default_gguf, made
 from benchmarks.paths import CACHE
 
-_MODEL_NAME = "m"
 _THREADS = os.cpu_count() or 1
 _TORCH = "torch==2.13.0"  # a CPU build on every index this was run with
 _VLLM = "0.32.0"
@@ -36,46 +35,25 @@ class CannotInstallError(Exception):
 
 
 @dataclass(frozen=True)
-class Side:
-    """One server in a comparison.
+class Peer:
+    """One server that kitfox is compared with.
 
     Attributes:
-        command: from a port and a workload; workloads that give the same command line share one server.
+        side: from how many requests come at once, the side of `kitfox compare`.
         install: makes its environment if it is not there.
-        extra: what its requests carry besides the usual.
-        text_prompts: it takes no token ids.
+        flags: of `kitfox compare`, for what it cannot be asked.
     """
 
-    name: str
-    command: Callable[[int, Workload], list[str]]
-    install: Callable[[], None] = lambda: None
-    env: dict[str, str] = field(default_factory=dict)
-    model_name: str = _MODEL_NAME
-    extra: dict[str, Any] = field(default_factory=lambda: {"ignore_eos": True})
-    text_prompts: bool = False
+    side: Callable[[int], str]
+    install: Callable[[], None]
+    flags: tuple[str, ...] = ()
 
 
-def kitfox_side(name: str, program: str, arguments: list[str]) -> Side:
-    """kitfox itself: `arguments` are MODEL and flags for `kitfox serve`."""
-
-    def command(port: int, workload: Workload) -> list[str]:
-        return [program, "serve", *arguments, "--port", str(port), "--served-model-name", _MODEL_NAME]
-
-    return Side(name, command)
-
-
-def vllm_side(name: str, model: str) -> Side:
+def vllm(model: str) -> Peer:
     environment = CACHE / "vllm"
-    libraries = (_tcmalloc(), environment / "lib/libiomp5.so")
-
-    def command(port: int, workload: Workload) -> list[str]:
-        flags = f"--dtype bfloat16 --max-model-len 4096 --max-num-seqs 32 --host 127.0.0.1 --port {port}"
-        program = str(environment / "bin/vllm")
-        return [program, "serve", str(made(model)), "--served-model-name", _MODEL_NAME, *flags.split()]
-
     # With the default OpenMP and malloc it is 2.5 times slower: its workers spin against its own other processes.
     env = {
-        "LD_PRELOAD": ":".join(map(str, libraries)),
+        "LD_PRELOAD": f"{_tcmalloc()}:{environment / 'lib/libiomp5.so'}",
         "KMP_BLOCKTIME": "1",
         "VLLM_CPU_KVCACHE_SPACE": "4",
         "VLLM_CPU_OMP_THREADS_BIND": f"0-{_THREADS - 1}",
@@ -83,37 +61,46 @@ def vllm_side(name: str, model: str) -> Side:
         "VLLM_NO_USAGE_STATS": "1",
         "HF_HUB_OFFLINE": "1",
     }
-    return Side(name, command, install_vllm, env)
+
+    def side(concurrency: int) -> str:
+        flags = "--dtype bfloat16 --max-model-len 4096 --max-num-seqs 32 --enable-prompt-tokens-details"
+        program = environment / "bin/vllm"
+        return _command(env, f"{program} serve {made(model)} {flags} --host 127.0.0.1 --port {{port}}")
+
+    return Peer(side, install_vllm)
 
 
-def llama_cpp_side(name: str, model: Callable[[], Path]) -> Side:
-    def command(port: int, workload: Workload) -> list[str]:
-        slots = workload.concurrency
-        context = 8192 if slots > 1 else 4096
+def llama_cpp(model: Callable[[], Path]) -> Peer:
+    def side(concurrency: int) -> str:
         # --kv-unified costs a third of its batch throughput.
-        flags = f"-t {_THREADS} -tb {_THREADS} --no-kv-unified -np {slots} -c {context} --host 127.0.0.1 --port {port}"
-        return [str(_llama_cpp_build() / "bin/llama-server"), "-m", str(model()), "-a", _MODEL_NAME, *flags.split()]
+        flags = f"-t {_THREADS} -tb {_THREADS} --no-kv-unified -np {concurrency} -c {4096 * concurrency}"
+        program = _llama_cpp_build() / "bin/llama-server"
+        return _command({}, f"{program} -m {model()} {flags} --host 127.0.0.1 --port {{port}}")
 
-    return Side(name, command, install_llama_cpp)
+    return Peer(side, install_llama_cpp)
 
 
-def openvino_side(name: str, model: str) -> Side:
-    def command(port: int, workload: Workload) -> list[str]:
+def openvino(model: str) -> Peer:
+    def side(concurrency: int) -> str:
         server = Path(__file__).with_name("openvino_server.py")
-        return [str(CACHE / "openvino/bin/python"), str(server), str(made(model)), str(port)]
+        return _command({}, f"{CACHE / 'openvino/bin/python'} {server} {made(model)} {{port}}")
 
-    return Side(name, command, install_openvino)
+    return Peer(side, install_openvino)
 
 
-def transformers_side(name: str, model: str) -> Side:
-    def command(port: int, workload: Workload) -> list[str]:
-        flags = f"--continuous-batching --device cpu --dtype bfloat16 --host 127.0.0.1 --port {port}"
-        return [str(CACHE / "transformers/bin/transformers"), "serve", str(made(model)), *flags.split()]
+def transformers(model: str) -> Peer:
+    def side(concurrency: int) -> str:
+        flags = "--continuous-batching --device cpu --dtype bfloat16 --host 127.0.0.1 --port {port}"
+        program = CACHE / "transformers/bin/transformers"
+        return _command({"HF_HUB_OFFLINE": "1"}, f"{program} serve {made(model)} {flags}")
 
-    # It refuses unknown fields, ignore_eos among them: the model it gets has no end token.
-    path = str(CACHE / "models" / model)
-    env = {"HF_HUB_OFFLINE": "1"}
-    return Side(name, command, install_transformers, env, model_name=path, extra={}, text_prompts=True)
+    # It refuses fields that it does not know, and takes no token ids. The model it gets has no end token.
+    flags = ("--prompts", "text", "--extra-body", '{"ignore_eos": null, "return_token_ids": null}')
+    return Peer(side, install_transformers, flags=flags)
+
+
+def _command(env: dict[str, str], command: str) -> str:
+    return "cmd:" + " ".join([*(f"{name}={value}" for name, value in env.items()), command])
 
 
 def install_vllm() -> None:
@@ -210,23 +197,23 @@ def _fetch_tcmalloc(environment: Path) -> None:
 
 
 _SMOLLM2, _LLAMA_1B = "smollm2-135m", "llama1b-random"
-_BUILDERS: dict[str, Callable[[str, str], Side]] = {
-    "vllm-bf16": lambda name, shape: vllm_side(name, f"{shape}-bf16"),
-    "vllm-w8a8": lambda name, shape: vllm_side(name, f"{shape}-w8a8"),
-    "llama.cpp-bf16": lambda name, shape: llama_cpp_side(name, lambda: made(f"{shape}-bf16.gguf")),
-    "llama.cpp-q8_0": lambda name, shape: llama_cpp_side(name, lambda: made(f"{shape}-q8_0.gguf")),
-    "llama.cpp-q4_1": lambda name, shape: llama_cpp_side(name, default_gguf),
-    "openvino-f16": lambda name, shape: openvino_side(name, f"{shape}-f16.gguf"),
-    "openvino-q8_0": lambda name, shape: openvino_side(name, f"{shape}-q8_0.gguf"),
-    "transformers-bf16": lambda name, shape: transformers_side(name, f"{shape}-bf16-endless"),
+_BUILDERS: dict[str, Callable[[str], Peer]] = {
+    "vllm-bf16": lambda shape: vllm(f"{shape}-bf16"),
+    "vllm-w8a8": lambda shape: vllm(f"{shape}-w8a8"),
+    "llama.cpp-bf16": lambda shape: llama_cpp(lambda: made(f"{shape}-bf16.gguf")),
+    "llama.cpp-q8_0": lambda shape: llama_cpp(lambda: made(f"{shape}-q8_0.gguf")),
+    "llama.cpp-q4_1": lambda shape: llama_cpp(default_gguf),
+    "openvino-f16": lambda shape: openvino(f"{shape}-f16.gguf"),
+    "openvino-q8_0": lambda shape: openvino(f"{shape}-q8_0.gguf"),
+    "transformers-bf16": lambda shape: transformers(f"{shape}-bf16-endless"),
 }
 PEERS = tuple(_BUILDERS)
 SHAPES = {"135m": _SMOLLM2, "1b": _LLAMA_1B}
 
 
-def peer(name: str, shape: str) -> Side:
-    """The side called `name` serving a key of `SHAPES`."""
-    return _BUILDERS[name](name, SHAPES[shape])
+def peer(name: str, shape: str) -> Peer:
+    """The peer called `name` serving a key of `SHAPES`."""
+    return _BUILDERS[name](SHAPES[shape])
 
 
 def main() -> None:
@@ -235,8 +222,9 @@ def main() -> None:
     failed = False
     for name in parser.parse_args().names or PEERS:
         try:
-            peer(name, "135m").install()
-            print(f"{name}: ready", flush=True)
+            found = peer(name, "135m")
+            found.install()
+            print(f"{name}={found.side(8)}", flush=True)
         except CannotInstallError as error:
             failed = True
             print(f"{name}: {error}", flush=True)

@@ -17,6 +17,7 @@ TORCH_FREE_MODULES = (
     "kitfox.flags",
     "kitfox.plan",
     "kitfox.chat",
+    "kitfox.bench.command",
     "kitfox.tokenizer",
     "kitfox.weights.hub",
     "kitfox.weights.model_config",

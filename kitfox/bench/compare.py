@@ -115,7 +115,7 @@ class Comparison:
         contexts, described = [], []
         for side in self._sides:
             with self._live(side, f"{side.name}-check") as live:
-                self._console.print(f"{side.name}: {live.model}" + _started(live), highlight=False)
+                self._console.print(f"{side.name}: {live.model}" + _started(live), highlight=False, soft_wrap=True)
                 encoder = self._make_encoder(live.base_url, live.model)
                 facts = gather(side, live.base_url, live.model, live.pid, live.command, encoder)
                 facts["cache"] = "as the running server has it" if side.url else "cold: started afresh for every turn"

@@ -184,7 +184,8 @@ def _ratio_text(ratio: Interval) -> str:
 def _shown(metric: Metric, interval: Interval) -> str:
     if not math.isfinite(interval.low):
         return metric.format(interval.value)
-    return f"{metric.format(interval.value)} [{metric.format(interval.low)}, {metric.format(interval.high)}]"
+    low = max(interval.low, 0.0)  # as every metric is, though Student's limits do not know it
+    return f"{metric.format(interval.value)} [{metric.format(low)}, {metric.format(interval.high)}]"
 
 
 def _percentile(percent: float) -> Callable[..., np.ndarray]:
