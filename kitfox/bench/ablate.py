@@ -10,6 +10,7 @@ from kitfox.bench.servers import SideSpec, parse_side
 from kitfox.errors import ConfigError
 
 BASELINE = "everything-on"
+_PRECISIONS = frozenset({"precision", "kv_precision"})
 
 
 @dataclass(frozen=True)
@@ -47,11 +48,9 @@ TECHNIQUES: dict[str, Technique] = {
     "native-kernels": Technique(
         "PyTorch's operations instead of kitfox's kernels",
         env={"KITFOX_CPU_ISA": "none"},
-        changes=frozenset({"precision"}),
+        changes=_PRECISIONS,
     ),
-    "quantization": Technique(
-        "weights as 16-bit or 32-bit numbers", off=("--quantization=none",), changes=frozenset({"precision"})
-    ),
+    "quantization": Technique("weights as 16-bit or 32-bit numbers", off=("--quantization=none",), changes=_PRECISIONS),
 }
 
 

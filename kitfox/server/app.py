@@ -23,6 +23,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kitfox.errors import KitfoxError, RequestError
 from kitfox.plan import resolve_precision
+from kitfox.server.generation import Generator, check_model, served_model_names
 from kitfox.server.metrics import ServerMetrics
 from kitfox.server.openai import (
     ChatRequest,
@@ -32,8 +33,6 @@ from kitfox.server.openai import (
     Reply,
     TokenizeRequest,
     check_detokenize,
-    check_model,
-    served_model_names,
     tokenize,
 )
 from kitfox.server.validation import convert_body, error_body, error_headers, internal_error, read_json_object
@@ -79,7 +78,8 @@ def make_app(llm: AsyncLLM, *, max_body_bytes: int = DEFAULT_MAX_BODY_BYTES) -> 
     )  # fmt: skip
     app.add_middleware(_EveryRequest, metrics=metrics)
     _add_error_handlers(app)
-    _add_generation_routes(app, llm, metrics, max_body_bytes)
+    generator = Generator(llm, metrics)
+    _add_generation_routes(app, generator, max_body_bytes)
     _add_tokenizer_routes(app, llm, max_body_bytes)
     _add_model_routes(app, llm)
     _add_state_routes(app, llm, metrics)
@@ -217,8 +217,8 @@ async def _respond(request: Request, reply: Reply, *, stream: bool) -> Response:
 # ---- routes ---------------------------------------------------------------------------------------------------------
 
 
-def _add_generation_routes(app: FastAPI, llm: AsyncLLM, metrics: ServerMetrics, max_body_bytes: int) -> None:
-    service = OpenAIService(llm, metrics)
+def _add_generation_routes(app: FastAPI, generator: Generator, max_body_bytes: int) -> None:
+    service = OpenAIService(generator)
 
     @app.post("/v1/completions")
     async def completions(request: Request) -> Response:

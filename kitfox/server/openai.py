@@ -10,26 +10,32 @@ import codecs
 import logging
 import re
 import time
-import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from kitfox.errors import (
-    EngineDeadError,
     InvalidParameterError,
     KitfoxError,
-    ModelMismatchError,
-    QueueFullError,
     RequestError,
-    ShuttingDownError,
     UnsupportedParameterError,
 )
 from kitfox.outputs import CompletionOutput, RequestOutput, RequestTimings, TokenLogprobs
-from kitfox.request import MAX_N, FinishReason, SamplingParams
-from kitfox.server.metrics import RequestObserver, ServerMetrics
+from kitfox.request import FinishReason, SamplingParams
+from kitfox.server.generation import (
+    ENCODE_IN_THREAD_CHARS,
+    Generator,
+    Job,
+    OpenStreams,
+    Prompt,
+    Usage,
+    check_model,
+    encode_text,
+    make_prompts,
+    required_model,
+)
 from kitfox.server.validation import error_body, internal_error
 
 if TYPE_CHECKING:
@@ -38,10 +44,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("kitfox.server")
 
-MAX_PROMPTS = 1024
-MAX_ANSWERS = 1024  # prompts times n of one HTTP request
-MAX_REQUEST_ID_CHARS = 128
-ENCODE_IN_THREAD_CHARS = 20_000  # longer texts would hold up everybody's streams
 LOWEST_LOGPROB = -9999.0  # JSON has no minus infinity
 RESERVED_TEMPLATE_KWARGS = {
     "add_generation_prompt", "bos_token", "chat_template", "continue_final_message", "conversation", "documents",
@@ -151,32 +153,15 @@ class DetokenizeRequest(msgspec.Struct, kw_only=True):
 # ---- from fields to prompts and sampling ----------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Prompt:
-    """Token ids for the engine, and the text they came from (None when the client sent ids)."""
-
-    token_ids: list[int]
-    text: str | None
-
-
-@dataclass(frozen=True)
-class Job:
-    """One HTTP request, ready for the engine.
+@dataclass(frozen=True, kw_only=True)
+class OpenAIJob(Job):
+    """A job of one of OpenAI's two endpoints, with how its answer is wanted.
 
     Attributes:
-        answer_id: the id clients see; engine requests are called it, or ID~0, ID~1, ... for several prompts.
-        created: Unix time in seconds.
         echo_logprobs: the prompt's logprobs belong into the echoed answer, not into a field of their own.
     """
 
-    answer_id: str
-    created: int
-    model: str
     is_chat: bool
-    prompts: list[Prompt]
-    sampling: SamplingParams
-    priority: int
-    cache_salt: str | None
     stream: bool
     include_usage: bool
     continuous_usage: bool
@@ -184,33 +169,6 @@ class Job:
     echo: bool
     echo_logprobs: bool
     ignored_parameters: list[str]
-
-    def engine_request_id(self, prompt_index: int) -> str:
-        return self.answer_id if len(self.prompts) == 1 else f"{self.answer_id}~{prompt_index}"
-
-
-def served_model_names(llm: AsyncLLM) -> tuple[str, ...]:
-    """Every name the API answers to."""
-    options = llm.config.model
-    return options.served_model_names or (options.model,)
-
-
-def required_model(llm: AsyncLLM, name: str | None) -> str:
-    """The name to answer with. As in the OpenAI API, a request that generates must say which model it means."""
-    if name is None:
-        served = ", ".join(served_model_names(llm))
-        raise RequestError(f"model is required and must name a served model: {served}", param="model")
-    return check_model(llm, name)
-
-
-def check_model(llm: AsyncLLM, name: str | None) -> str:
-    """The name to answer with: the one asked for, or the first served one."""
-    names = served_model_names(llm)
-    if name is None:
-        return names[0]
-    if name not in names:
-        raise ModelMismatchError(f"The model `{name[:200]}` is not served. Served: {', '.join(names)}", param="model")
-    return name
 
 
 def make_sampling(
@@ -247,38 +205,6 @@ def _parse_logit_bias(by_name: dict[str, float]) -> dict[int, float]:
             raise InvalidParameterError("logit_bias", "keys must be token ids", name)
         parsed[int(name)] = bias
     return parsed
-
-
-async def encode_text(tokenizer: Tokenizer, text: str, *, add_special_tokens: bool) -> list[int]:
-    if len(text) > ENCODE_IN_THREAD_CHARS:
-        return await asyncio.to_thread(tokenizer.encode, text, add_special_tokens=add_special_tokens)
-    return tokenizer.encode(text, add_special_tokens=add_special_tokens)
-
-
-async def make_prompts(tokenizer: Tokenizer, prompt: Any, *, add_special_tokens: bool) -> list[Prompt]:
-    """The four shapes of `prompt`. Token ids are checked for type here and for range by the engine."""
-    if isinstance(prompt, str):
-        sources: list[Any] = [prompt]
-    elif isinstance(prompt, list) and prompt and all(type(item) is int for item in prompt):
-        sources = [prompt]
-    elif isinstance(prompt, list) and prompt:
-        sources = prompt
-    else:
-        raise InvalidParameterError("prompt", "must be text, token ids, or a non-empty list of them", prompt)
-    if len(sources) > MAX_PROMPTS:
-        raise InvalidParameterError("prompt", f"must be at most {MAX_PROMPTS} prompts", len(sources))
-    if isinstance(sources[0], str) != all(isinstance(source, str) for source in sources):
-        raise InvalidParameterError("prompt", "must not mix texts and token ids", prompt)
-    prompts = []
-    for source in sources:
-        if isinstance(source, str):
-            ids = await encode_text(tokenizer, source, add_special_tokens=add_special_tokens)
-            prompts.append(Prompt(ids, source))
-        elif isinstance(source, list) and all(type(item) is int for item in source):
-            prompts.append(Prompt(source, None))
-        else:
-            raise InvalidParameterError("prompt", "must be text, token ids, or lists of only one of them", source)
-    return prompts
 
 
 def make_messages(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
@@ -350,122 +276,7 @@ async def encode_messages(tokenizer: Tokenizer, source: ChatRequest | TokenizeRe
     return encode()
 
 
-# ---- the engine's side ----------------------------------------------------------------------------------------------
-
-
-class OpenStreams:
-    """The engine's streams for all prompts of a job, read as one. Leaving early aborts what still runs."""
-
-    def __init__(self, llm: AsyncLLM, metrics: ServerMetrics, job: Job, ids_in_use: set[str]):
-        self._llm = llm
-        self._metrics = metrics
-        self._job = job
-        self._ids_in_use = ids_in_use
-        self._streams: list[AsyncIterator[RequestOutput]] = []
-        self._observers: list[RequestObserver] = []
-        self._pumps: list[asyncio.Task[None]] = []
-        self._unfinished: set[int] = set()
-        self._closed = False
-
-    async def open(self) -> None:
-        """Hand every prompt to the engine, or none.
-
-        Raises:
-            KitfoxError: the engine refused one; the others are aborted.
-        """
-        job = self._job
-        try:
-            for index, prompt in enumerate(job.prompts):
-                stream = await self._llm.add_request(
-                    prompt.token_ids,
-                    job.sampling,
-                    request_id=job.engine_request_id(index),
-                    prompt=prompt.text,
-                    priority=job.priority,
-                    cache_salt=job.cache_salt,
-                )
-                self._streams.append(stream)
-                self._unfinished.add(index)
-                self._observers.append(RequestObserver(self._metrics, job.sampling, len(prompt.token_ids)))
-        except BaseException as error:
-            if isinstance(error, QueueFullError | ShuttingDownError | EngineDeadError):
-                self._metrics.rejections[error.code or ""] += 1
-            self.close()
-            raise
-
-    async def outputs(self) -> AsyncGenerator[tuple[int, RequestOutput], None]:
-        """(index of the prompt, its next delta) as they come.
-
-        Raises:
-            KitfoxError: a request failed in the engine.
-        """
-        if len(self._streams) == 1:
-            async for output in self._streams[0]:
-                yield 0, self._observed(0, output)
-            return
-        queue: asyncio.Queue[tuple[int, RequestOutput] | Exception | None] = asyncio.Queue()
-        self._pumps = [asyncio.create_task(self._pump(index, queue)) for index in range(len(self._streams))]
-        num_open = len(self._pumps)
-        while num_open:
-            news = await queue.get()
-            if news is None:
-                num_open -= 1
-            elif isinstance(news, Exception):
-                raise news
-            else:
-                yield news[0], self._observed(*news)
-
-    async def _pump(self, index: int, queue: asyncio.Queue[tuple[int, RequestOutput] | Exception | None]) -> None:
-        try:
-            async for output in self._streams[index]:
-                queue.put_nowait((index, output))
-        except Exception as error:
-            queue.put_nowait(error)
-        else:
-            queue.put_nowait(None)
-
-    def _observed(self, index: int, output: RequestOutput) -> RequestOutput:
-        self._observers[index].observe(output)
-        if output.finished:
-            self._unfinished.discard(index)
-        return output
-
-    def close(self, reason: FinishReason = FinishReason.ABORT) -> None:
-        """Abort what still runs and give the answer's id back; harmless when all has finished, or when repeated."""
-        if self._closed:
-            return
-        self._closed = True
-        self._ids_in_use.discard(self._job.answer_id)
-        for pump in self._pumps:
-            pump.cancel()
-        for index in self._unfinished:
-            self._llm.abort(self._job.engine_request_id(index))
-            self._observers[index].close(reason)
-        self._unfinished.clear()
-
-
 # ---- pieces of answers ----------------------------------------------------------------------------------------------
-
-
-@dataclass
-class Usage:
-    """Token counts of a job so far; cached tokens are known from each prompt's first delta."""
-
-    prompt_tokens: int
-    completion_tokens: int = 0
-    cached_tokens: dict[int, int] = field(default_factory=dict)  # by prompt index
-
-    def add(self, prompt_index: int, output: RequestOutput) -> None:
-        self.completion_tokens += sum(len(answer.token_ids) for answer in output.outputs)
-        self.cached_tokens[prompt_index] = output.num_cached_tokens
-
-    def as_dict(self) -> dict[str, Any]:
-        return {
-            "prompt_tokens": self.prompt_tokens,
-            "completion_tokens": self.completion_tokens,
-            "total_tokens": self.prompt_tokens + self.completion_tokens,
-            "prompt_tokens_details": {"cached_tokens": sum(self.cached_tokens.values())},
-        }
 
 
 @dataclass
@@ -509,7 +320,7 @@ class _AnswerState:
 class PieceMaker:
     """Turns engine deltas into pieces, in the shape of the job's endpoint."""
 
-    def __init__(self, job: Job, tokenizer: Tokenizer):
+    def __init__(self, job: OpenAIJob, tokenizer: Tokenizer):
         self._job = job
         self._tokenizer = tokenizer
         self._states: dict[int, _AnswerState] = {}
@@ -646,7 +457,7 @@ def _timings_dict(timings: RequestTimings) -> dict[str, float | None]:
 class Reply:
     """One job's answer, from the deltas of its open streams."""
 
-    def __init__(self, job: Job, streams: OpenStreams, tokenizer: Tokenizer):
+    def __init__(self, job: OpenAIJob, streams: OpenStreams, tokenizer: Tokenizer):
         self._job = job
         self._streams = streams
         self._maker = PieceMaker(job, tokenizer)
@@ -794,12 +605,11 @@ def _prompt_fields(piece: Piece) -> dict[str, Any]:
 
 
 class OpenAIService:
-    """Makes jobs of requests and opens their streams; knows which answer ids are in use."""
+    """Makes jobs of requests and opens them."""
 
-    def __init__(self, llm: AsyncLLM, metrics: ServerMetrics):
-        self._llm = llm
-        self._metrics = metrics
-        self._ids_in_use: set[str] = set()
+    def __init__(self, generator: Generator):
+        self._generator = generator
+        self._llm = generator.llm
 
     async def complete(self, fields: CompletionRequest, ignored: list[str], client_id: str | None) -> Reply:
         """Start a completion.
@@ -869,12 +679,8 @@ class OpenAIService:
         options = fields.stream_options
         if options is not None and not fields.stream:
             raise InvalidParameterError("stream_options", "needs stream to be true", msgspec.to_builtins(options))
-        if len(prompts) * sampling.n > MAX_ANSWERS:
-            limit = f"times the number of prompts ({len(prompts)}) must be at most {MAX_ANSWERS}; n is at most {MAX_N}"
-            raise InvalidParameterError("n", limit, sampling.n)
-        answer_id = self._claim_id(kind, fields.request_id or client_id)
-        job = Job(
-            answer_id=answer_id,
+        job = OpenAIJob(
+            answer_id=self._generator.claim_id(kind, fields.request_id or client_id),
             created=int(time.time()),
             model=model,
             is_chat=kind == "chatcmpl",
@@ -890,21 +696,7 @@ class OpenAIService:
             echo_logprobs=echo_logprobs,
             ignored_parameters=ignored,
         )
-        streams = OpenStreams(self._llm, self._metrics, job, self._ids_in_use)
-        await streams.open()
-        return Reply(job, streams, self._llm.tokenizer)
-
-    def _claim_id(self, kind: str, client_id: str | None) -> str:
-        """An id that no open request has; a client's own id is part of it."""
-        if client_id is not None and not 1 <= len(client_id) <= MAX_REQUEST_ID_CHARS:
-            raise InvalidParameterError("request_id", f"must have 1 to {MAX_REQUEST_ID_CHARS} characters", client_id)
-        own = uuid.uuid4().hex
-        name = own if client_id is None else re.sub(r"[^A-Za-z0-9._:-]", "_", client_id)
-        answer_id = f"{kind}-{name}"
-        if answer_id in self._ids_in_use:
-            answer_id = f"{answer_id}-{own}"
-        self._ids_in_use.add(answer_id)
-        return answer_id
+        return Reply(job, await self._generator.open(job), self._llm.tokenizer)
 
 
 def check_detokenize(tokens: list[int], vocab_size: int) -> None:

@@ -49,7 +49,7 @@ def test_every_technique_is_a_side_that_lacks_just_it() -> None:
         "no-captured-steps": {"device.enforce_eager": (False, True)},
         "no-quantization": {"model.quantization": ("auto", "none")},
     }
-    assert changes == {"precision"}
+    assert changes == {"precision", "kv_precision"}
 
 
 def test_a_baseline_has_what_only_chosen_techniques_need() -> None:

@@ -1,0 +1,282 @@
+"""What every protocol of the server shares: from a checked HTTP request to the engine's deltas for it.
+
+A protocol makes a `Job`; `Generator.open` hands its prompts to the engine, `OpenStreams.outputs` yields what comes
+back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import uuid
+from collections.abc import AsyncGenerator, AsyncIterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from kitfox.errors import (
+    EngineDeadError,
+    InvalidParameterError,
+    ModelMismatchError,
+    QueueFullError,
+    RequestError,
+    ShuttingDownError,
+)
+from kitfox.outputs import RequestOutput
+from kitfox.request import MAX_N, FinishReason, SamplingParams
+from kitfox.server.metrics import RequestObserver, ServerMetrics
+
+if TYPE_CHECKING:
+    from kitfox.engine.async_llm import AsyncLLM
+    from kitfox.tokenizer import Tokenizer
+
+MAX_PROMPTS = 1024
+MAX_ANSWERS = 1024  # prompts times n of one HTTP request
+MAX_REQUEST_ID_CHARS = 128
+ENCODE_IN_THREAD_CHARS = 20_000  # longer texts would hold up everybody's streams
+
+
+# ---- models ---------------------------------------------------------------------------------------------------------
+
+
+def served_model_names(llm: AsyncLLM) -> tuple[str, ...]:
+    """Every name the API answers to."""
+    options = llm.config.model
+    return options.served_model_names or (options.model,)
+
+
+def required_model(llm: AsyncLLM, name: str | None) -> str:
+    """The name to answer with. As in the OpenAI API, a request that generates must say which model it means."""
+    if name is None:
+        served = ", ".join(served_model_names(llm))
+        raise RequestError(f"model is required and must name a served model: {served}", param="model")
+    return check_model(llm, name)
+
+
+def check_model(llm: AsyncLLM, name: str | None) -> str:
+    """The name to answer with: the one asked for, or the first served one."""
+    names = served_model_names(llm)
+    if name is None:
+        return names[0]
+    if name not in names:
+        raise ModelMismatchError(f"The model `{name[:200]}` is not served. Served: {', '.join(names)}", param="model")
+    return name
+
+
+# ---- prompts --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """Token ids for the engine, and the text they came from (None when the client sent ids)."""
+
+    token_ids: list[int]
+    text: str | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """One HTTP request, ready for the engine.
+
+    Attributes:
+        answer_id: the id clients see; engine requests are called it, or ID~0, ID~1, ... for several prompts.
+        created: Unix time in seconds.
+    """
+
+    answer_id: str
+    created: int
+    model: str
+    prompts: list[Prompt]
+    sampling: SamplingParams
+    priority: int = 0
+    cache_salt: str | None = None
+
+    def engine_request_id(self, prompt_index: int) -> str:
+        return self.answer_id if len(self.prompts) == 1 else f"{self.answer_id}~{prompt_index}"
+
+
+async def encode_text(tokenizer: Tokenizer, text: str, *, add_special_tokens: bool) -> list[int]:
+    if len(text) > ENCODE_IN_THREAD_CHARS:
+        return await asyncio.to_thread(tokenizer.encode, text, add_special_tokens=add_special_tokens)
+    return tokenizer.encode(text, add_special_tokens=add_special_tokens)
+
+
+async def make_prompts(tokenizer: Tokenizer, prompt: Any, *, add_special_tokens: bool) -> list[Prompt]:
+    """The four shapes of `prompt`. Token ids are checked for type here and for range by the engine."""
+    if isinstance(prompt, str):
+        sources: list[Any] = [prompt]
+    elif isinstance(prompt, list) and prompt and all(type(item) is int for item in prompt):
+        sources = [prompt]
+    elif isinstance(prompt, list) and prompt:
+        sources = prompt
+    else:
+        raise InvalidParameterError("prompt", "must be text, token ids, or a non-empty list of them", prompt)
+    if len(sources) > MAX_PROMPTS:
+        raise InvalidParameterError("prompt", f"must be at most {MAX_PROMPTS} prompts", len(sources))
+    if isinstance(sources[0], str) != all(isinstance(source, str) for source in sources):
+        raise InvalidParameterError("prompt", "must not mix texts and token ids", prompt)
+    prompts = []
+    for source in sources:
+        if isinstance(source, str):
+            ids = await encode_text(tokenizer, source, add_special_tokens=add_special_tokens)
+            prompts.append(Prompt(ids, source))
+        elif isinstance(source, list) and all(type(item) is int for item in source):
+            prompts.append(Prompt(source, None))
+        else:
+            raise InvalidParameterError("prompt", "must be text, token ids, or lists of only one of them", source)
+    return prompts
+
+
+# ---- the engine's side ----------------------------------------------------------------------------------------------
+
+
+class Generator:
+    """Opens jobs on one engine; knows which answer ids are in use."""
+
+    def __init__(self, llm: AsyncLLM, metrics: ServerMetrics):
+        self.llm = llm
+        self._metrics = metrics
+        self._ids_in_use: set[str] = set()
+
+    def claim_id(self, kind: str, client_id: str | None) -> str:
+        """An id "KIND-..." that no open request has; a client's own id is part of it. To be given to `open`.
+
+        Raises:
+            InvalidParameterError: the client's id is too long.
+        """
+        if client_id is not None and not 1 <= len(client_id) <= MAX_REQUEST_ID_CHARS:
+            raise InvalidParameterError("request_id", f"must have 1 to {MAX_REQUEST_ID_CHARS} characters", client_id)
+        own = uuid.uuid4().hex
+        name = own if client_id is None else re.sub(r"[^A-Za-z0-9._:-]", "_", client_id)
+        answer_id = f"{kind}-{name}"
+        if answer_id in self._ids_in_use:
+            answer_id = f"{answer_id}-{own}"
+        self._ids_in_use.add(answer_id)
+        return answer_id
+
+    async def open(self, job: Job) -> OpenStreams:
+        """Hand every prompt of a job to the engine, or none.
+
+        Raises:
+            KitfoxError: it was refused; its answer id is free again.
+        """
+        streams = OpenStreams(self.llm, self._metrics, job, self._ids_in_use)
+        if len(job.prompts) * job.sampling.n > MAX_ANSWERS:
+            streams.close()
+            limit = (
+                f"times the number of prompts ({len(job.prompts)}) must be at most {MAX_ANSWERS}; n is at most {MAX_N}"
+            )
+            raise InvalidParameterError("n", limit, job.sampling.n)
+        await streams.open()
+        return streams
+
+
+class OpenStreams:
+    """The engine's streams for all prompts of a job, read as one. Leaving early aborts what still runs."""
+
+    def __init__(self, llm: AsyncLLM, metrics: ServerMetrics, job: Job, ids_in_use: set[str]):
+        self._llm = llm
+        self._metrics = metrics
+        self._job = job
+        self._ids_in_use = ids_in_use
+        self._streams: list[AsyncIterator[RequestOutput]] = []
+        self._observers: list[RequestObserver] = []
+        self._pumps: list[asyncio.Task[None]] = []
+        self._unfinished: set[int] = set()
+        self._closed = False
+
+    async def open(self) -> None:
+        """Hand every prompt to the engine, or none.
+
+        Raises:
+            KitfoxError: the engine refused one; the others are aborted.
+        """
+        job = self._job
+        try:
+            for index, prompt in enumerate(job.prompts):
+                stream = await self._llm.add_request(
+                    prompt.token_ids,
+                    job.sampling,
+                    request_id=job.engine_request_id(index),
+                    prompt=prompt.text,
+                    priority=job.priority,
+                    cache_salt=job.cache_salt,
+                )
+                self._streams.append(stream)
+                self._unfinished.add(index)
+                self._observers.append(RequestObserver(self._metrics, job.sampling, len(prompt.token_ids)))
+        except BaseException as error:
+            if isinstance(error, QueueFullError | ShuttingDownError | EngineDeadError):
+                self._metrics.rejections[error.code or ""] += 1
+            self.close()
+            raise
+
+    async def outputs(self) -> AsyncGenerator[tuple[int, RequestOutput], None]:
+        """(index of the prompt, its next delta) as they come.
+
+        Raises:
+            KitfoxError: a request failed in the engine.
+        """
+        if len(self._streams) == 1:
+            async for output in self._streams[0]:
+                yield 0, self._observed(0, output)
+            return
+        queue: asyncio.Queue[tuple[int, RequestOutput] | Exception | None] = asyncio.Queue()
+        self._pumps = [asyncio.create_task(self._pump(index, queue)) for index in range(len(self._streams))]
+        num_open = len(self._pumps)
+        while num_open:
+            news = await queue.get()
+            if news is None:
+                num_open -= 1
+            elif isinstance(news, Exception):
+                raise news
+            else:
+                yield news[0], self._observed(*news)
+
+    async def _pump(self, index: int, queue: asyncio.Queue[tuple[int, RequestOutput] | Exception | None]) -> None:
+        try:
+            async for output in self._streams[index]:
+                queue.put_nowait((index, output))
+        except Exception as error:
+            queue.put_nowait(error)
+        else:
+            queue.put_nowait(None)
+
+    def _observed(self, index: int, output: RequestOutput) -> RequestOutput:
+        self._observers[index].observe(output)
+        if output.finished:
+            self._unfinished.discard(index)
+        return output
+
+    def close(self, reason: FinishReason = FinishReason.ABORT) -> None:
+        """Abort what still runs and give the answer's id back; harmless when all has finished, or when repeated."""
+        if self._closed:
+            return
+        self._closed = True
+        self._ids_in_use.discard(self._job.answer_id)
+        for pump in self._pumps:
+            pump.cancel()
+        for index in self._unfinished:
+            self._llm.abort(self._job.engine_request_id(index))
+            self._observers[index].close(reason)
+        self._unfinished.clear()
+
+
+@dataclass
+class Usage:
+    """Token counts of a job so far; cached tokens are known from each prompt's first delta."""
+
+    prompt_tokens: int
+    completion_tokens: int = 0
+    cached_tokens: dict[int, int] = field(default_factory=dict)  # by prompt index
+
+    def add(self, prompt_index: int, output: RequestOutput) -> None:
+        self.completion_tokens += sum(len(answer.token_ids) for answer in output.outputs)
+        self.cached_tokens[prompt_index] = output.num_cached_tokens
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": self.completion_tokens,
+            "total_tokens": self.prompt_tokens + self.completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": sum(self.cached_tokens.values())},
+        }
