@@ -37,6 +37,16 @@ _SPEC_FLAGS = (
     "num_requests", "input_len", "output_len", "length_ratio", "num_prefixes", "prefix_len", "turns", "think_s",
     "block_size", "prompts", "endpoint",
 )  # fmt: skip
+_MOST_COLUMNS = 3  # with more sides, sides are rows, and only these metrics are shown; the report has all
+_FEW_METRICS = (
+    "goodput_per_s",
+    "output_tokens_per_s",
+    "ttft_p50",
+    "ttft_p99",
+    "itl_p50",
+    "itl_p99",
+    "peak_memory_bytes",
+)
 _SWEEP_FLAGS = {"sweep_start": Sweep.start, "sweep_seconds": Sweep.seconds, "target_share": Sweep.target_share}
 
 
@@ -390,15 +400,21 @@ def _encoder(arguments: argparse.Namespace, url: str, model: str) -> Encoder:
 
 
 def _show(experiment: Experiment, console: Console) -> None:
+    names = [side.name for side in experiment.sides]
+    estimates = experiment.metrics
     table = Table(title=experiment.title, title_justify="left", title_style="bold")
     table.add_column("")
-    names = [side.name for side in experiment.sides]
-    for name in names:
-        table.add_column(name, justify="right")
-    for key, by_side in experiment.metrics.items():
-        metric = METRICS[key]
-        cells = [_cell(metric, by_side.get(name)) for name in names]
-        table.add_row(f"{metric.label}{', ' if metric.unit else ''}{metric.unit}", *cells)
+    if len(names) <= _MOST_COLUMNS:
+        for name in names:
+            table.add_column(name, justify="right")
+        for key in estimates:
+            table.add_row(_heading(key), *(_cell(METRICS[key], estimates[key].get(name)) for name in names))
+    else:
+        keys = [key for key in _FEW_METRICS if key in estimates]
+        for key in keys:
+            table.add_column(_heading(key), justify="right")
+        for name in names:
+            table.add_row(name, *(_cell(METRICS[key], estimates[key].get(name)) for key in keys))
     if experiment.metrics:
         console.print(table)
     for point in experiment.sweep:
@@ -414,6 +430,11 @@ def _show(experiment: Experiment, console: Console) -> None:
     if experiment.partial:
         console.print("Partial: it was ended before it was done.", style="bold red")
     console.print(experiment.headline, style="bold", highlight=False, markup=False, soft_wrap=True)
+
+
+def _heading(key: str) -> str:
+    metric = METRICS[key]
+    return f"{metric.label}, {metric.unit}" if metric.unit else metric.label
 
 
 def _cell(metric: Metric, interval: Interval | None) -> str:

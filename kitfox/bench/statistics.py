@@ -141,16 +141,16 @@ def worth(
         if other != baseline
     )
     order = sorted(contrasts, key=lambda pair: pair.ratio.value, reverse=metric.higher_is_better)
-    gains = [f"{pair.other} costs {_advantage(metric, pair)}" for pair in order if pair.better == baseline]
-    losses = [f"{pair.other} gains {_advantage(metric, pair)}" for pair in reversed(order) if pair.better == pair.other]
+    gains = [f"than {pair.other} by {_advantage(metric, pair)}" for pair in order if pair.better == baseline]
+    losses = [
+        f"than {pair.other} by {_advantage(metric, pair)}" for pair in reversed(order) if pair.better == pair.other
+    ]
     level = [pair.other for pair in order if pair.better is None]
-    parts = gains + losses + ([f"no difference that these runs can show for {', '.join(level)}"] if level else [])
-    shown = f"{metric.label.lower()} {_shown(metric, means[baseline])} {metric.unit}".rstrip()
-    return (
-        f"{baseline}: {shown}; in {metric.label.lower()}, {'; '.join(parts)}",
-        tuple(_sentence(metric, means, pair) for pair in order),
-        tuple(order),
-    )
+    parts = [f"{baseline}: {metric.label.lower()} {_shown(metric, means[baseline])} {metric.unit}".rstrip()]
+    parts += [f"better {', '.join(gains)}"] if gains else []
+    parts += [f"worse {', '.join(losses)}"] if losses else []
+    parts += [f"no difference that these runs can show to {_listed(level)}"] if level else []
+    return "; ".join(parts), tuple(_sentence(metric, means, pair) for pair in order), tuple(order)
 
 
 def _listed(names: Sequence[str]) -> str:
