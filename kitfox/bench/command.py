@@ -6,6 +6,7 @@ import argparse
 import io
 import json
 import math
+import re
 import shlex
 import sys
 from collections.abc import Callable, Sequence
@@ -58,7 +59,7 @@ def bench(parser: argparse.ArgumentParser, argv: Sequence[str]) -> int:
     arguments = parser.parse_args(argv)
     side = parse_side(f"server=url:{arguments.base_url}")
     title = f"{arguments.workload} on {arguments.base_url}"
-    return _measure([side], arguments, title, shlex.join(["kitfox", "bench", *argv]))
+    return _measure([side], arguments, title, _as_typed("bench", argv))
 
 
 def compare(parser: argparse.ArgumentParser, argv: Sequence[str]) -> int:
@@ -76,7 +77,7 @@ def compare(parser: argparse.ArgumentParser, argv: Sequence[str]) -> int:
         raise ConfigError(f"sides must be two or more. Given: {arguments.sides[0]!r}", param="sides")
     sides = parse_sides(arguments.sides)
     title = f"{' against '.join(side.name for side in sides)}, {arguments.workload}"
-    return _measure(sides, arguments, title, shlex.join(["kitfox", "compare", *argv]))
+    return _measure(sides, arguments, title, _as_typed("compare", argv))
 
 
 def ablate(parser: argparse.ArgumentParser, argv: Sequence[str]) -> int:
@@ -94,7 +95,7 @@ def ablate(parser: argparse.ArgumentParser, argv: Sequence[str]) -> int:
     sides, changes = ablation_sides(arguments.flags, arguments.techniques)
     arguments.allow_difference += sorted(changes)
     title = f"kitfox without one technique at a time, {arguments.workload}"
-    return _measure(sides, arguments, title, shlex.join(["kitfox", "ablate", *argv]), baseline=BASELINE)
+    return _measure(sides, arguments, title, _as_typed("ablate", argv), baseline=BASELINE)
 
 
 def _measure(
@@ -148,6 +149,13 @@ def _measure(
     if experiment.partial:
         return EXIT_INTERRUPTED
     return EXIT_FAILED if any(run.summary.failed == run.summary.requests for run in comparison.runs) else 0
+
+
+def _as_typed(name: str, argv: Sequence[str]) -> str:
+    """The command that makes the experiment again, without the key that it was made with."""
+    words = [re.sub(r"^--api-key=.*", "--api-key=KEY", word, flags=re.DOTALL) for word in argv]
+    words = ["KEY" if before == "--api-key" else word for before, word in zip(["", *words], words, strict=False)]
+    return shlex.join(["kitfox", name, *words])
 
 
 # ---- flags ----------------------------------------------------------------------------------------------------------
@@ -375,6 +383,7 @@ def _rules(arguments: argparse.Namespace, sides: Sequence[SideSpec]) -> Rules:
         ready_timeout_s=getattr(arguments, "ready_timeout", START_TIMEOUT_S),
         model=arguments.model,
         pid=getattr(arguments, "server_pid", None),
+        api_key=arguments.api_key,
     )
 
 

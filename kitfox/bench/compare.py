@@ -61,6 +61,7 @@ class Rules:
         declared: by side, then field: what the user says where nothing can be found out.
         model: the name to ask url sides for; None takes the one they serve.
         pid: the first process of a url side; None finds it by its port.
+        api_key: what every side is asked with.
     """
 
     repeats: int = 3
@@ -69,6 +70,7 @@ class Rules:
     ready_timeout_s: float = START_TIMEOUT_S
     model: str | None = None
     pid: int | None = None
+    api_key: str | None = None
 
 
 class Comparison:
@@ -117,7 +119,7 @@ class Comparison:
             with self._live(side, f"{side.name}-check") as live:
                 self._console.print(f"{side.name}: {live.model}" + _started(live), highlight=False, soft_wrap=True)
                 encoder = self._make_encoder(live.base_url, live.model)
-                facts = gather(side, live.base_url, live.model, live.pid, live.command, encoder)
+                facts = gather(live.base_url, live.model, live.pid, live.command, encoder, api_key=self._rules.api_key)
                 facts["cache"] = "as the running server has it" if side.url else "cold: started afresh for every turn"
                 found[side.name] = facts | self._declared(side.name, facts)
                 vocabulary = find_vocabulary(encoder)
@@ -224,7 +226,7 @@ class Comparison:
                 with self._console.status(f"starting {side.name}"):
                     started.enter_context(server)
                 url, pid, command, start_s = server.base_url, server.pid, server.command, server.start_s
-            served = served_model(url, self._rules.model if side.kind == "url" else None)
+            served = served_model(url, self._rules.model if side.url else None, api_key=self._rules.api_key)
             yield LiveSide(url, served.id, served.max_model_len, pid, command, start_s)
 
 
@@ -246,7 +248,8 @@ def _shared_vocabulary(vocabularies: Mapping[str, Vocabulary]) -> Vocabulary:
     first, *others = vocabularies.values()
     if not others:
         return first
-    words = [word for word in first.words if all(word in set(other.words) for other in others)]
+    shared = set(first.words).intersection(*(other.words for other in others))
+    words = [word for word in first.words if word in shared]
     if len(words) < MIN_WORDS:
         found = ", ".join(f"{name}: {len(vocabulary.words)}" for name, vocabulary in vocabularies.items())
         raise ConfigError(

@@ -23,7 +23,7 @@ import psutil
 
 from kitfox.bench.processes import family
 from kitfox.bench.records import Fact, FactStatus
-from kitfox.bench.servers import ServedModel, SideSpec, get_json, program_name, served_model
+from kitfox.bench.servers import ServedModel, get_json, program_name, served_model
 from kitfox.bench.vocabulary import Encoder
 from kitfox.errors import ConfigError
 
@@ -61,7 +61,13 @@ _GPU_FILES = {"/dev/nvidia": "cuda", "/dev/kfd": "rocm"}
 
 
 def gather(
-    side: SideSpec, base_url: str, model: str, pid: int | None, command: Sequence[str], encoder: Encoder
+    base_url: str,
+    model: str,
+    pid: int | None,
+    command: Sequence[str],
+    encoder: Encoder,
+    *,
+    api_key: str | None = None,
 ) -> dict[str, str | None]:
     """Everything that can be found out of one running server, by field.
 
@@ -71,7 +77,7 @@ def gather(
         command: what was started; empty takes the process's own.
         encoder: reads texts as this server does.
     """
-    witness = _Witness.of(base_url, model, pid, command)
+    witness = _Witness.of(base_url, model, pid, command, api_key)
     return {
         "model": witness.weights(),
         "precision": witness.precision(),
@@ -183,20 +189,20 @@ class _Witness:
     """What one server and its system say, and how to read it.
 
     Attributes:
-        info: /server_info, of kitfox and SGLang. props: /props, of llama.cpp.
+        info: /server_info, of kitfox and SGLang. props: /props, of llama.cpp. told_version: /version.
         words, env: its command line and environment, as far as they can be seen.
     """
 
-    base_url: str
     model: ServedModel
     pid: int | None
     words: tuple[str, ...]
     env: Mapping[str, str]
     info: Mapping[str, Any]
     props: Mapping[str, Any]
+    told_version: Mapping[str, Any]
 
     @classmethod
-    def of(cls, base_url: str, model: str, pid: int | None, command: Sequence[str]) -> _Witness:
+    def of(cls, base_url: str, model: str, pid: int | None, command: Sequence[str], api_key: str | None) -> _Witness:
         words, env = list(command), {}
         if pid is not None:
             with contextlib.suppress(psutil.Error):
@@ -205,15 +211,17 @@ class _Witness:
                 env = psutil.Process(pid).environ()
         if words and Path(words[0]).name in _SHELLS and "-c" in words[:-1]:
             words = shlex.split(words[words.index("-c") + 1])
-        info, props = get_json(base_url, "/server_info"), get_json(base_url, "/props")
+        info, props, version = (
+            get_json(base_url, path, api_key=api_key) for path in ("/server_info", "/props", "/version")
+        )
         return cls(
-            base_url,
-            served_model(base_url, model),
+            served_model(base_url, model, api_key=api_key),
             pid,
             tuple(words),
             env,
             info if isinstance(info, dict) else {},
             props if isinstance(props, dict) else {},
+            version if isinstance(version, dict) else {},
         )
 
     @property
@@ -227,9 +235,7 @@ class _Witness:
         return known or (program_name(self.words) if self.words else None)
 
     def version(self) -> str | None:
-        told = get_json(self.base_url, "/version")
-        version = told.get("version") if isinstance(told, dict) else None
-        return _text(version or self.info.get("version") or self.props.get("build_info"))
+        return _text(self.told_version.get("version") or self.info.get("version") or self.props.get("build_info"))
 
     # -- the model --
 

@@ -356,14 +356,14 @@ class ServedModel:
     owned_by: str | None = None
 
 
-def served_model(base_url: str, name: str | None = None) -> ServedModel:
+def served_model(base_url: str, name: str | None = None, *, api_key: str | None = None) -> ServedModel:
     """The model that a server serves, or of several the one named.
 
     Raises:
         ConfigError: it serves none, several and none was named, or not this one.
         EngineDeadError: it cannot be reached, or what it says is not a list of models.
     """
-    answer = get_json(base_url, "/v1/models")
+    answer = get_json(base_url, "/v1/models", api_key=api_key)
     cards = answer.get("data") if isinstance(answer, dict) else None
     if not isinstance(cards, list) or not all(isinstance(c, dict) and isinstance(c.get("id"), str) for c in cards):
         raise EngineDeadError(f"{base_url}/v1/models does not answer with a list of models")
@@ -389,14 +389,17 @@ def served_model(base_url: str, name: str | None = None) -> ServedModel:
     return models[0]
 
 
-def get_json(base_url: str, path: str, *, timeout_s: float = 10.0) -> Any:
-    """What a server answers to GET; None where it has no such path.
+def get_json(base_url: str, path: str, *, api_key: str | None = None, timeout_s: float = 10.0) -> Any:
+    """What a server answers to GET; None where it has no such path, or does not let us in.
 
     Raises:
         EngineDeadError: it cannot be reached.
     """
     try:
-        with _NO_PROXY.open(f"{base_url}{path}", timeout=timeout_s) as response:
+        headers = {"Authorization": f"Bearer {api_key}"} if api_key is not None else {}
+        with _NO_PROXY.open(
+            urllib.request.Request(f"{base_url}{path}", headers=headers), timeout=timeout_s
+        ) as response:
             return json.load(response)
     except (urllib.error.HTTPError, ValueError):
         return None

@@ -68,6 +68,16 @@ def test_the_seed_fixes_what_is_sent(tmp_path: Path) -> None:
     assert sent[0] == sent[1]
 
 
+def test_a_key_is_used_and_not_written_down(tmp_path: Path) -> None:
+    with FakeServer() as server:
+        arguments = ["bench", "--base-url", server.url, *SHORT, "--output"]
+        assert run_main(*arguments, str(tmp_path / "a"), "--api-key", "s3cret") == 0
+        assert run_main(*arguments, str(tmp_path / "b"), "--api-key=s3cret") == 0
+    assert "--api-key KEY" in summary(tmp_path / "a")["command"]
+    assert "--api-key=KEY" in summary(tmp_path / "b")["command"]
+    assert not any("s3cret" in file.read_text() for file in tmp_path.rglob("*.*"))
+
+
 def test_failures_are_counted_by_kind_and_a_run_of_failures_exits_1(tmp_path: Path) -> None:
     def respond(body: dict) -> Script:
         return failure(503, "busy") if len(body["prompt"]) == 20 else Script(stream(body))

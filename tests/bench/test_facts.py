@@ -18,7 +18,6 @@ import psutil
 import pytest
 
 from kitfox.bench.facts import FIELDS, INFORMATIONAL, check, gather
-from kitfox.bench.servers import parse_side
 from kitfox.bench.vocabulary import Encoder
 from kitfox.errors import ConfigError
 
@@ -66,7 +65,7 @@ def facts_of(
 ) -> dict[str, str | None]:
     models = {"data": [{"id": "m", **(card or {})}]}
     with answering({"/v1/models": models, **pages}) as url, process(env) as pid:
-        return gather(parse_side(f"url:{url}"), url, "m", pid if is_local else None, command, encoder)
+        return gather(url, "m", pid if is_local else None, command, encoder)
 
 
 def sha(data: bytes) -> str:
