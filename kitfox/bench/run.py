@@ -16,7 +16,7 @@ from rich.text import Text
 from kitfox.bench.client import Target, drive
 from kitfox.bench.metrics import summarise
 from kitfox.bench.processes import ProcessMonitor
-from kitfox.bench.records import Arrivals, Record, Run, ServerSample, Slo, SweepPoint, Workload
+from kitfox.bench.records import Arrivals, BenchRequest, Record, Run, ServerSample, Slo, SweepPoint, Workload
 from kitfox.bench.vocabulary import Vocabulary
 from kitfox.bench.workloads import WorkloadSpec, make_workload
 
@@ -132,7 +132,9 @@ async def _send_all(
             monitor = watching.enter_context(ProcessMonitor(pid)) if pid is not None else None
             watching.enter_context(progress)
             started, cpu_started = time.perf_counter(), time.process_time()
-            records = await drive(target, workload, plan.arrivals, seed, on_record=progress.count, stop=stop)
+            records = await drive(
+                target, workload, plan.arrivals, seed, on_start=progress.begin, on_record=progress.end, stop=stop
+            )
             duration_s, client_cpu_s = time.perf_counter() - started, time.process_time() - cpu_started
             samples = monitor.samples(started) if monitor is not None else ()
         return records, samples, duration_s, client_cpu_s, stop.is_set()
@@ -184,7 +186,7 @@ class _Progress:
 
     def __init__(self, console: Console, title: str, num_requests: int):
         self._title, self._num_requests = title, num_requests
-        self._done = self._failed = self._tokens = 0
+        self._begun = self._done = self._failed = self._tokens = 0
         self._started = time.perf_counter()
         self._live = Live(get_renderable=self._line, console=console, refresh_per_second=4, transient=True)
         self._shown = console.is_terminal
@@ -198,7 +200,10 @@ class _Progress:
         if self._shown:
             self._live.stop()
 
-    def count(self, record: Record) -> None:
+    def begin(self, request: BenchRequest) -> None:
+        self._begun += 1
+
+    def end(self, record: Record) -> None:
         self._done += 1
         self._failed += record.failure is not None
         self._tokens += record.output_tokens or 0
@@ -207,7 +212,7 @@ class _Progress:
         seconds = max(time.perf_counter() - self._started, 1e-9)
         failed = f", {self._failed} failed" if self._failed else ""
         return Text(
-            f"{self._title}: {self._done}/{self._num_requests} requests{failed}, "
+            f"{self._title}: {self._done}/{self._num_requests} requests{failed}, {self._begun - self._done} running, "
             f"{self._tokens / seconds:.0f} output tok/s, {seconds:.0f} s",
             no_wrap=True,
         )
