@@ -2,8 +2,8 @@
 
     .venv/bin/python -m benchmarks.compare_peers --kitfox "DIR --quantization int8" --peers vllm-w8a8,openvino-q8_0
 
-Every workload becomes a folder with the whole report; the tables have kitfox's estimates, and their ratios to each peer's
-with the 95 % interval over repeats.
+Every workload becomes a folder with the whole report; the tables have kitfox's estimates, and their ratios to each
+peer's with the 95 % interval over repeats.
 """
 
 from __future__ import annotations
