@@ -13,7 +13,7 @@ TORCH_CPU_INDEX := https://download.pytorch.org/whl/cpu
 
 KERNEL_SOURCES := CMakeLists.txt $(wildcard csrc/*)
 
-.PHONY: setup serve test check sanitize format clean
+.PHONY: setup serve test check clients sanitize format clean
 
 setup: $(VENV)/.ready
 serve: setup
@@ -53,6 +53,17 @@ $(VENV)/.ready: $(VENV)/.torch pyproject.toml $(KERNEL_SOURCES)
 $(VENV)/.ready-dev: pyproject.toml | $(VENV)/.ready
 	$(BIN)/pip install -q 'kitfox[dev]'
 	touch $@
+
+# Other people's clients against the default model: their packages come from PyPI and npm, so it is not part of `make test`.
+clients: $(VENV)/.ready-dev
+	$(PYTHON) -m venv build/clients
+	build/clients/bin/pip install -q openai anthropic litellm instructor 'pydantic-ai-slim[openai]' langchain-openai llm
+	build/clients/bin/pip install -q aiohttp requests numpy msgspec tqdm pydantic pybase64 ipython
+	build/clients/bin/pip install -q --no-deps sglang==0.5.23
+	mkdir -p build/clients/node
+	npm install --silent --prefix build/clients/node openai ai @ai-sdk/openai-compatible zod
+	$(BIN)/kitfox pull $(MODEL)
+	$(BIN)/pytest -m clients tests/clients
 
 # The kernels' tests over kernels that stop at the first bad address or undefined operation. Python was not built that
 # way, so the sanitizer has to be loaded before it; what Python leaks at its end is not ours.

@@ -18,6 +18,7 @@ from rich.console import Console
 
 from kitfox.bench.servers import StartedServer, free_port, stop_on_signals
 from kitfox.errors import EngineDeadError, KitfoxError, ModelNotFoundError
+from kitfox.server.options import api_key_of_environment
 from kitfox.weights.hub import DEFAULT_MODEL, resolve_model
 
 USUAL_URL = "http://127.0.0.1:8000"
@@ -69,7 +70,7 @@ def stream_answer(base_url: str, body: dict[str, Any]) -> Iterator[str]:
     request = urllib.request.Request(
         f"{base_url}/v1/chat/completions",
         json.dumps(body | {"stream": True}).encode(),
-        {"Content-Type": "application/json"},
+        {"Content-Type": "application/json"} | _authorization(),
     )
     try:
         with urllib.request.urlopen(request) as response:
@@ -154,10 +155,17 @@ def _server(options: ChatOptions, console: Console) -> Iterator[str]:
 def _served_models(base_url: str) -> list[str]:
     """Names a server answers to; empty when no server is there."""
     try:
-        with urllib.request.urlopen(f"{base_url}/v1/models", timeout=2) as response:
+        request = urllib.request.Request(f"{base_url}/v1/models", headers=_authorization())
+        with urllib.request.urlopen(request, timeout=2) as response:
             return [card["id"] for card in json.load(response)["data"]]
     except (OSError, ValueError, KeyError, TypeError, http.client.HTTPException):
         return []
+
+
+def _authorization() -> dict[str, str]:
+    """A server that is started here reads its key from the same environment."""
+    key = api_key_of_environment()
+    return {} if key is None else {"Authorization": f"Bearer {key}"}
 
 
 def _error_message(error: urllib.error.HTTPError) -> str:

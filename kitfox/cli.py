@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
-import logging
 import os
 import signal
 import socket
@@ -23,6 +22,7 @@ if TYPE_CHECKING:
     from kitfox.executor.verify import CheckResult
     from kitfox.flags import Dialect
     from kitfox.outputs import RequestOutput
+    from kitfox.server.options import ServerOptions
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -83,11 +83,12 @@ def serve_dialect(dialect: Dialect, argv: Sequence[str]) -> None:
         EngineDeadError: the engine could not start.
     """
     from kitfox.flags import build_engine_config
+    from kitfox.server.logs import start_logging
 
     started = time.monotonic()
     config, options = build_engine_config(dialect, argv)
-    logging.basicConfig(level=options.log_level.upper(), format="%(levelname)s %(name)s: %(message)s")
-    _check_address(options.host, options.port)
+    start_logging(options.log_level, options.log_format)
+    _check_address(options)
     _print_plan(config)
 
     from kitfox.engine.launch import async_llm
@@ -95,21 +96,36 @@ def serve_dialect(dialect: Dialect, argv: Sequence[str]) -> None:
     llm = async_llm(config)  # the engine loads while the web framework is imported
     from kitfox.server.app import serve
 
-    address = f"http://{options.host}:{options.port}"
+    scheme = "https" if options.ssl_certfile else "http"
+    address = f"unix:{options.uds}" if options.uds else f"{scheme}://{options.host}:{options.port}{options.root_path}"
     threading.Thread(target=_announce, args=(llm, address, started), daemon=True).start()
-    serve(llm, options.host, options.port, drain_s=options.shutdown_timeout_s, log_level=options.log_level)
+    serve(llm, options)
     if not llm.phases:
         raise EngineDeadError(f"the engine did not start: {llm.health_detail}")
 
 
-def _check_address(host: str, port: int) -> None:
-    """Find out that a port is taken before the model is loaded, not after."""
-    try:
-        socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET).close()
-    except OSError as error:
-        raise ConfigError(
-            f"cannot listen on {host}:{port}: {error.strerror}. Use another --port", param="port"
-        ) from error
+def _check_address(options: ServerOptions) -> None:
+    """Find out what keeps the server from listening before the model is loaded, not after."""
+    host, port = options.host, options.port
+    if not options.uds:
+        try:
+            socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET).close()
+        except OSError as error:
+            raise ConfigError(
+                f"cannot listen on {host}:{port}: {error.strerror}. Use another --port", param="port"
+            ) from error
+    if options.ssl_certfile:
+        import ssl
+
+        try:
+            context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+            context.load_cert_chain(options.ssl_certfile, options.ssl_keyfile, options.ssl_keyfile_password)
+        except (OSError, ValueError) as error:  # SSLError is an OSError
+            raise ConfigError(f"--ssl-certfile and --ssl-keyfile: {error}", param="ssl_certfile") from error
+    if options.otlp_traces_endpoint:
+        from kitfox.server.spans import check_installed
+
+        check_installed()
 
 
 def _print_plan(config: EngineConfig, memory_bytes: int | None = None) -> None:
@@ -369,7 +385,8 @@ def _chat(argv: Sequence[str]) -> None:
 
     parser = FlagParser(
         "kitfox chat",
-        description="Talk to a running server, or to one started for it. /exit leaves, Ctrl-C stops an answer.",
+        description="Talk to a running server, or to one started for it. /exit leaves, Ctrl-C stops an answer. "
+        "KITFOX_API_KEY is the key where the server wants one.",
         allow_abbrev=False,
     )
     parser.add_argument(

@@ -22,6 +22,8 @@ DTYPES: tuple[DType, ...] = ("auto", "float32", "bfloat16", "float16")
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 Quantization = Literal["auto", "none", "int8"]
 QUANTIZATIONS: tuple[Quantization, ...] = ("auto", "none", "int8")
+Pooling = Literal["mean", "last"]
+POOLINGS: tuple[Pooling, ...] = ("mean", "last")
 
 
 def _check(condition: bool, name: str, limit: str, given: object) -> None:
@@ -44,6 +46,11 @@ class ModelOptions:
             is "auto" too and there are kernels for it; "none" never keeps it.
         load_format: "auto", "safetensors", "gguf" or "dummy" (random weights, for tests and sizing).
         chat_template: jinja2 text or a path to it; None means the model's own.
+        pooling: how a prompt's hidden states become an embedding where a request does not say: their mean, or the last.
+        generation_config: where the sampling parameters come from that requests leave out: "auto" is the checkpoint's
+            own generation_config.json, "vllm" the API's defaults, anything else a directory that has such a file.
+        override_generation_config: single ones of them, by their names there; they win.
+        stream_interval: tokens in a chunk of a stream, where its request does not say.
     """
 
     model: str = "smollm2-135m"
@@ -55,12 +62,17 @@ class ModelOptions:
     max_model_len: int | None = None
     load_format: Literal["auto", "safetensors", "gguf", "dummy"] = "auto"
     chat_template: str | None = None
+    pooling: Pooling = "mean"
     seed: int = 0
+    generation_config: str = "auto"
+    override_generation_config: dict[str, Any] = field(default_factory=dict)
+    stream_interval: int = 1
 
     def __post_init__(self) -> None:
         _check(self.dtype in DTYPES, "dtype", f"must be one of {', '.join(DTYPES)}", self.dtype)
         names = ", ".join(QUANTIZATIONS)
         _check(self.quantization in QUANTIZATIONS, "quantization", f"must be one of {names}", self.quantization)
+        _check(self.pooling in POOLINGS, "pooling", f"must be one of {', '.join(POOLINGS)}", self.pooling)
         length = self.max_model_len
         _check(length is None or length >= 1 or length == -1, "max_model_len", "must be >= 1, or -1 for auto", length)
 

@@ -61,6 +61,41 @@ class ModelMismatchError(RequestError):
     code = "model_not_found"
 
 
+class ApiKeyError(RequestError):
+    """No API key, or one that is not the server's."""
+
+    status = 401
+    code = "invalid_api_key"
+
+
+class AdminKeyError(RequestError):
+    """A good API key, where the admin's is needed."""
+
+    status = 403
+    code = "admin_key_required"
+
+
+class HeadersTooLargeError(RequestError):
+    """More header bytes or fields than the server takes."""
+
+    status = 431
+    code = "headers_too_large"
+
+
+class NotFoundError(RequestError):
+    """There is no such file, batch or other thing that is named by an id."""
+
+    status = 404
+    code = "not_found"
+
+
+class ConflictError(RequestError):
+    """The thing is in a state in which this cannot be done to it."""
+
+    status = 409
+    code = "conflict"
+
+
 class TooLargeError(RequestError):
     """The body is larger than the server's limit."""
 
@@ -80,6 +115,14 @@ class QueueFullError(KitfoxError):
         self.retry_after_s = retry_after_s
 
 
+class StorageError(KitfoxError):
+    """The folder of files and batches cannot be written, or belongs to another server."""
+
+    status = 503
+    error_type = "unavailable_error"
+    code = "storage_unavailable"
+
+
 class ShuttingDownError(KitfoxError):
     """The server is draining and takes no new requests."""
 
@@ -88,12 +131,34 @@ class ShuttingDownError(KitfoxError):
     code = "shutting_down"
 
 
+class AsleepError(KitfoxError):
+    """The server was put to sleep and has no KV cache until it is woken."""
+
+    status = 503
+    error_type = "unavailable_error"
+    code = "asleep"
+
+
+class EngineBusyError(RequestError):
+    """It cannot be done while requests are open."""
+
+    code = "engine_busy"
+
+
 class EngineDeadError(KitfoxError):
     """The engine process died or is being restarted."""
 
     status = 503
     error_type = "unavailable_error"
     code = "engine_unavailable"
+
+
+class AbortedError(KitfoxError):
+    """The request was ended from outside, by an operator or another client."""
+
+    status = 503
+    error_type = "unavailable_error"
+    code = "aborted"
 
 
 class ConfigError(KitfoxError):

@@ -11,6 +11,7 @@ import argparse
 import dataclasses
 import difflib
 import json
+import os
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from kitfox.config import (
     CACHE_ORGANISATIONS,
     DTYPES,
     EVICTION_POLICIES,
+    POOLINGS,
     QUANTIZATIONS,
     SCHEDULING_POLICIES,
     CacheConfig,
@@ -30,26 +32,20 @@ from kitfox.config import (
     SchedulerConfig,
 )
 from kitfox.errors import ConfigError
+from kitfox.server.options import ServerOptions, api_key_of_environment
+from kitfox.server.parsers import (
+    REASONING_MARKS,
+    REASONING_PARSER_ALIASES,
+    TOOL_CALL_PARSER_ALIASES,
+    TOOL_CALL_PARSERS,
+)
 
 Dialect = Literal["vllm", "sglang"]
 ENGINE_OF = {"vllm": "vLLM", "sglang": "SGLang"}
 PROGRAM_OF = {"vllm": "kitfox serve", "sglang": "python -m kitfox.launch_server"}
 LOG_LEVELS = ("debug", "info", "warning", "error", "critical")
+ADMIN_KEY_VARIABLE = "KITFOX_ADMIN_API_KEY"
 PREFILL_TOKENS_UNCHUNKED = 16384  # SGLang's --max-prefill-tokens, the budget when prompts are not split
-
-
-@dataclass(frozen=True)
-class ServerOptions:
-    """What the server needs beside the engine's configuration.
-
-    Attributes:
-        shutdown_timeout_s: how long running requests may take to finish after SIGTERM.
-    """
-
-    host: str = "127.0.0.1"
-    port: int = 8000
-    log_level: str = "info"
-    shutdown_timeout_s: float = 30.0
 
 
 @dataclass(frozen=True)
@@ -134,6 +130,16 @@ def parse_quantization(text: str) -> str:
     return one_of(*QUANTIZATIONS, gguf="auto")(text)
 
 
+def json_object(text: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"must be a JSON object ({error}). Given: {text!r}") from None
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError(f"must be a JSON object. Given: {text!r}")
+    return value
+
+
 def one_of(*words: str, **aliases: str) -> Callable[[str], str]:
     """One of some words; an alias is another way to write one of them."""
 
@@ -152,24 +158,47 @@ def parse_device(text: str) -> str:
     return text
 
 
+def words_or_json_list(text: str) -> list[str]:
+    """One word, or the JSON list that vLLM's flags want; `_settle_access` joins them."""
+    if not text.startswith("["):
+        return [text]
+    try:
+        words = json.loads(text)
+    except ValueError:
+        words = None
+    if not isinstance(words, list) or not all(isinstance(word, str) for word in words):
+        raise argparse.ArgumentTypeError(f"must be words, or one JSON list of texts. Given: {text!r}")
+    return words
+
+
+def parse_root_path(text: str) -> str:
+    if not text.startswith("/"):
+        raise argparse.ArgumentTypeError(f"must start with a slash. Given: {text!r}")
+    return text.rstrip("/")
+
+
+def parse_http_url(text: str) -> str:
+    if re.fullmatch(r"https?://[^\s/]+\S*", text) is None:
+        raise argparse.ArgumentTypeError(f"must be a URL that starts with http:// or https://. Given: {text!r}")
+    return text
+
+
 ANY = 2**63 - 1
 parse_dtype = one_of(*DTYPES, half="float16", float="float32", bf16="bfloat16", fp16="float16", fp32="float32")
 
 # ---- the table ------------------------------------------------------------------------------------------------------
 
 MODEL, SERVER, CACHE, SCHEDULING, DEVICE = "Model", "Server", "Cache and memory", "Scheduling", "Device"
-OBSERVING, PARALLEL, FEATURES, SPEED = "Observing", "Parallelism", "Features", "Speed"
+ACCESS, OBSERVING, PARALLEL, FEATURES, SPEED = "Access", "Observing", "Parallelism", "Features", "Speed"
 
 NOT_BUILT = "is not built yet"
 NO_PARALLEL = "several devices are not supported yet"
 NO_SPECULATION = "speculative decoding is not built yet"
 NO_STRUCTURED = "structured output is not built yet"
-NO_TOOLS = "tool calls and reasoning parsers are not built yet"
 NO_LORA = "LoRA adapters are not built yet"
 NO_OFFLOAD = "offloading to other memory is not built yet"
 NO_CAPTURE = "captured or compiled steps are not built yet; kitfox runs eagerly"
 NO_OVERLAP = "overlapped scheduling is not built yet"
-NO_KEYS = "API keys and TLS are not built yet: put a reverse proxy in front, and bind 127.0.0.1"
 NO_QUANTISATION = "must be one of auto, none, int8: other methods are not built yet"
 
 FLAGS: tuple[Flag, ...] = (
@@ -212,6 +241,14 @@ FLAGS: tuple[Flag, ...] = (
         "chat template, as a file or as jinja2 text", MODEL, "--chat-template", "--chat-template", "model.chat_template"
     ),
     Flag(
+        "how embeddings are made where a request does not say: the mean of all tokens' states, or the last",
+        MODEL,
+        "--pooling",
+        "--pooling",
+        "model.pooling",
+        one_of(*POOLINGS),
+    ),
+    Flag(
         "seed of what is random without a seed of its own",
         MODEL,
         "--seed",
@@ -252,12 +289,142 @@ FLAGS: tuple[Flag, ...] = (
         number(0, 86400, float),
     ),
     Flag(
-        "most log probabilities a request may ask for",
+        "folder of uploaded files and batches, for this server alone (default: in KITFOX_CACHE)",
+        SERVER,
+        "--storage-dir",
+        "--storage-dir",
+        "server.storage_dir",
+    ),
+    Flag("unix socket to listen on, instead of host and port", SERVER, "--uds", "--uds", "server.uds"),
+    Flag(
+        "prefix of every path, where a proxy in front adds one",
+        SERVER,
+        "--root-path",
+        "--root-path --fastapi-root-path",
+        "server.root_path",
+        parse_root_path,
+    ),
+    Flag(
+        "bytes that the body of a request may have, such as 16M; more is a 413",
+        SERVER,
+        "--max-body-bytes",
+        "--max-body-bytes",
+        "server.max_body_bytes",
+        size,
+    ),
+    Flag(
+        "bytes that the headers of a request may have; more is a 431",
+        SERVER,
+        "--max-header-bytes --h11-max-incomplete-event-size",
+        "--max-header-bytes",
+        "server.max_header_bytes",
+        size,
+    ),
+    Flag(
+        "headers that a request may have; more is a 431",
+        SERVER,
+        "--max-header-count --h11-max-header-count",
+        "--max-header-count",
+        "server.max_header_count",
+        number(1, ANY),
+    ),
+    # -- access
+    Flag(
+        "keys that clients must send one of, but for /health and /ready (or in KITFOX_API_KEY, VLLM_API_KEY)",
+        ACCESS,
+        "--api-key",
+        "--api-key",
+        "server.api_keys",
+        many=True,
+    ),
+    Flag(
+        "a file of such keys, one a line: other users of the machine see a command line",
+        ACCESS,
+        "--api-key-file",
+        "--api-key-file",
+        "server.api_key_file",
+    ),
+    Flag(
+        "key for what concerns everybody: flush, abort all, sleep, pause, profile, log level (or KITFOX_ADMIN_API_KEY)",
+        ACCESS,
+        "--admin-api-key",
+        "--admin-api-key",
+        "server.admin_api_key",
+    ),
+    Flag(
+        "/metrics needs no key",
+        ACCESS,
+        "--metrics-without-key",
+        "--metrics-without-key",
+        "server.metrics_without_key",
+        switch=True,
+    ),
+    Flag(
+        'origins of web pages that may call the server, such as ["https://here.example"]; none may otherwise',
+        ACCESS,
+        "--allowed-origins",
+        "--allowed-origins",
+        "server.allowed_origins",
+        words_or_json_list,
+        many=True,
+    ),
+    Flag(
+        "methods that such pages may use",
+        ACCESS,
+        "--allowed-methods",
+        "--allowed-methods",
+        "server.allowed_methods",
+        words_or_json_list,
+        many=True,
+    ),
+    Flag(
+        "headers that such pages may send",
+        ACCESS,
+        "--allowed-headers",
+        "--allowed-headers",
+        "server.allowed_headers",
+        words_or_json_list,
+        many=True,
+    ),
+    Flag(
+        "such pages may send cookies",
+        ACCESS,
+        "--allow-credentials",
+        "--allow-credentials",
+        "server.allow_credentials",
+        switch=True,
+    ),
+    Flag("key file for TLS", ACCESS, "--ssl-keyfile", "--ssl-keyfile", "server.ssl_keyfile"),
+    Flag(
+        "password of the key file",
+        ACCESS,
+        "--ssl-keyfile-password",
+        "--ssl-keyfile-password",
+        "server.ssl_keyfile_password",
+    ),
+    Flag("certificate file for TLS", ACCESS, "--ssl-certfile", "--ssl-certfile", "server.ssl_certfile"),
+    Flag(
+        "certificates that sign those of clients",
+        ACCESS,
+        "--ssl-ca-certs",
+        "--ssl-ca-certs",
+        "server.ssl_ca_certs",
+    ),
+    Flag(
+        "certificates of clients: 0 is not asked for, 1 is optional, 2 is required",
+        ACCESS,
+        "--ssl-cert-reqs",
+        "--ssl-cert-reqs",
+        "server.ssl_cert_reqs",
+        number(0, 2),
+    ),
+    Flag(
+        "most log probabilities a request may ask for; -1 is the whole vocabulary",
         SERVER,
         "--max-logprobs",
         "--max-logprobs",
         "max_logprobs",
-        number(0, ANY),
+        size_or(minus_one=-1),
     ),
     # -- cache and memory
     Flag(
@@ -444,12 +611,12 @@ FLAGS: tuple[Flag, ...] = (
         switch=True,
     ),
     Flag(
-        "tokens in a stream chunk",
+        "tokens in a chunk of a stream, where its request does not say",
         SCHEDULING,
         "--stream-interval",
         "--stream-interval",
-        unsupported="every token is sent at once",
-        harmless=("1",),
+        "model.stream_interval",
+        number(1, 1024),
     ),
     # -- device
     Flag("auto, cpu, cuda or cuda:N", DEVICE, "--device", "--device", "device.device", parse_device),
@@ -502,10 +669,40 @@ FLAGS: tuple[Flag, ...] = (
         "--enable-cache-report",
         switch=True,
     ),
-    Flag("timings in answers", OBSERVING, "--enable-per-request-metrics", switch=True, unsupported=NOT_BUILT),
+    Flag("timings are always in answers", OBSERVING, "--enable-per-request-metrics", switch=True),
     Flag("no statistics", OBSERVING, "--disable-log-stats", switch=True, unsupported=NOT_BUILT),
-    Flag("log requests", OBSERVING, "--enable-log-requests", "--log-requests", switch=True, unsupported=NOT_BUILT),
-    Flag("detail of logged requests", OBSERVING, "", "--log-requests-level", unsupported=NOT_BUILT),
+    Flag(
+        "lines of text, or of JSON for machines",
+        OBSERVING,
+        "--log-format",
+        "--log-format --log-requests-format",
+        "server.log_format",
+        one_of("text", "json"),
+    ),
+    Flag(
+        "one line a request at its end, with sizes and times, never with contents (the default)",
+        OBSERVING,
+        "--enable-log-requests",
+        "--log-requests --enable-log-requests",
+        "server.log_requests",
+        switch=True,
+    ),
+    Flag(
+        "no line a request",
+        OBSERVING,
+        "--disable-log-requests --no-enable-log-requests --disable-uvicorn-access-log",
+        "--disable-log-requests",
+        "server.log_requests",
+        switch=False,
+    ),
+    Flag(
+        "detail of logged requests",
+        OBSERVING,
+        "",
+        "--log-requests-level",
+        unsupported="contents are never logged",
+        harmless=("0", "1"),
+    ),
     Flag("steps between log lines", OBSERVING, "", "--decode-log-interval", unsupported=NOT_BUILT),
     Flag(
         "what logprobs are of",
@@ -515,11 +712,19 @@ FLAGS: tuple[Flag, ...] = (
         harmless=("raw_logprobs",),
     ),
     Flag(
-        "OpenTelemetry",
+        "URL that gets an OpenTelemetry span of each request, such as http://localhost:4318/v1/traces",
         OBSERVING,
         "--otlp-traces-endpoint",
         "--otlp-traces-endpoint",
-        unsupported="use GET /v1/trace/{id}",
+        "server.otlp_traces_endpoint",
+        parse_http_url,
+    ),
+    Flag(
+        "folder that POST /stop_profile writes into (a temporary one)",
+        OBSERVING,
+        "--profile-dir",
+        "--profile-dir",
+        "server.profile_dir",
     ),
     Flag("trace detail", OBSERVING, "--collect-detailed-traces", unsupported="use GET /v1/trace/{id}"),
     Flag(
@@ -552,31 +757,44 @@ FLAGS: tuple[Flag, ...] = (
         unsupported=NOT_BUILT,
     ),
     Flag(
-        "sampling defaults",
+        "sampling parameters that requests leave out: auto is the model's own, vllm the API's, or a directory that has "
+        "a generation_config.json",
         MODEL,
         "--generation-config",
-        unsupported="OpenAI's defaults are used; set them in the request",
-        harmless=("vllm",),
+        "",
+        "model.generation_config",
     ),
-    Flag("sampling defaults", MODEL, "--override-generation-config", unsupported="set them in the request"),
     Flag(
-        "sampling defaults",
+        "sampling parameters that requests leave out: the model's own, or openai's",
         MODEL,
         "",
         "--sampling-defaults",
-        unsupported="OpenAI's defaults are used; set them in the request",
-        harmless=("openai",),
+        "model.generation_config",
+        one_of("auto", "vllm", model="auto", openai="vllm"),
     ),
-    Flag("sampling defaults", MODEL, "", "--preferred-sampling-params", unsupported="set them in the request"),
-    Flag("unix socket", SERVER, "--uds", unsupported="is not built yet; use --host and --port"),
-    Flag("keys", SERVER, "--api-key", "--api-key", many=True, unsupported=NO_KEYS),
-    Flag("admin key", SERVER, "", "--admin-api-key", unsupported=NO_KEYS),
-    Flag("TLS key", SERVER, "--ssl-keyfile", "--ssl-keyfile", unsupported=NO_KEYS),
-    Flag("TLS certificate", SERVER, "--ssl-certfile", "--ssl-certfile", unsupported=NO_KEYS),
-    Flag("TLS authorities", SERVER, "--ssl-ca-certs", "--ssl-ca-certs", unsupported=NO_KEYS),
-    Flag("TLS client certificates", SERVER, "--ssl-cert-reqs", unsupported=NO_KEYS, harmless=("0",)),
-    Flag("CORS", SERVER, "--allowed-origins", many=True, unsupported=NOT_BUILT),
-    Flag("path prefix", SERVER, "--root-path", unsupported=NOT_BUILT),
+    Flag(
+        'some of them as JSON, such as {"temperature": 0.6}; they win',
+        MODEL,
+        "--override-generation-config",
+        "--preferred-sampling-params",
+        "model.override_generation_config",
+        json_object,
+    ),
+    Flag(
+        "refuse members of a request that kitfox does not know, instead of listing them in the answer",
+        SERVER,
+        "--strict",
+        "--strict",
+        "server.strict",
+        switch=True,
+    ),
+    Flag(
+        "chat templates that clients send",
+        SERVER,
+        "--trust-request-chat-template",
+        switch=True,
+        unsupported="a template is a program; only the server's own runs: --chat-template",
+    ),
     Flag("ASGI middleware", SERVER, "--middleware", unsupported=NOT_BUILT),
     Flag("no warm-up", SERVER, "", "--skip-server-warmup", switch=True, unsupported=NOT_BUILT),
     Flag("watchdog", SERVER, "", "--watchdog-timeout", unsupported="/health reports a stalled engine after 60 s"),
@@ -679,16 +897,30 @@ FLAGS: tuple[Flag, ...] = (
         "JSON spaces", FEATURES, "", "--constrained-json-disable-any-whitespace", switch=True, unsupported=NO_STRUCTURED
     ),
     Flag("JSON spaces", FEATURES, "", "--constrained-json-max-whitespace-cnt", unsupported=NO_STRUCTURED),
-    Flag("tools", FEATURES, "--enable-auto-tool-choice", switch=True, unsupported=NO_TOOLS),
-    Flag("tools", FEATURES, "--tool-call-parser", "--tool-call-parser", unsupported=NO_TOOLS),
-    Flag("reasoning", FEATURES, "--reasoning-parser", "--reasoning-parser", unsupported=NO_TOOLS),
+    Flag("accepted; the model may always choose to call tools", FEATURES, "--enable-auto-tool-choice", switch=True),
+    Flag(
+        f"how tool calls are written: auto (as the chat template says), none, or {', '.join(TOOL_CALL_PARSERS)}",
+        FEATURES,
+        "--tool-call-parser",
+        "--tool-call-parser",
+        "server.tool_call_parser",
+        one_of("auto", "none", *TOOL_CALL_PARSERS, **TOOL_CALL_PARSER_ALIASES),
+    ),
+    Flag(
+        f"how reasoning is marked: auto (as the chat template says), none, or {', '.join(REASONING_MARKS)}",
+        FEATURES,
+        "--reasoning-parser",
+        "--reasoning-parser",
+        "server.reasoning_parser",
+        one_of("auto", "none", *REASONING_MARKS, **REASONING_PARSER_ALIASES),
+    ),
     Flag("adapters", FEATURES, "--enable-lora", "--enable-lora", switch=True, unsupported=NO_LORA),
     Flag("adapters", FEATURES, "--lora-modules", "--lora-paths", many=True, unsupported=NO_LORA),
     Flag("adapters in a step", FEATURES, "--max-loras", "--max-loras-per-batch", unsupported=NO_LORA),
     Flag("adapter rank", FEATURES, "--max-lora-rank", "--max-lora-rank", unsupported=NO_LORA),
     Flag("adapters in memory", FEATURES, "--max-cpu-loras", "", unsupported=NO_LORA),
     Flag("adapter eviction", FEATURES, "", "--lora-eviction-policy", unsupported=NO_LORA),
-    Flag("sleep", FEATURES, "--enable-sleep-mode", "--enable-memory-saver", switch=True, unsupported=NOT_BUILT),
+    Flag("POST /sleep is always there", FEATURES, "--enable-sleep-mode", "--enable-memory-saver", switch=True),
     Flag(
         "determinism",
         FEATURES,
@@ -787,7 +1019,8 @@ def _argument_options(flag: Flag, index: int, dialect: Dialect) -> dict[str, Any
     if flag.switch is not None:
         return options | {"action": "store_const", "const": flag.switch}
     metavar = flag.spellings(dialect)[0].lstrip("-").rsplit("-", 1)[-1].upper()
-    return options | {"type": flag.parse, "metavar": metavar} | ({"nargs": "+"} if flag.many else {})
+    many = {"nargs": "+", "action": "extend"} if flag.many else {}  # `--api-key A --api-key B` are two keys
+    return options | {"type": flag.parse, "metavar": metavar} | many
 
 
 def _help_text(flag: Flag, dialect: Dialect) -> str:
@@ -939,9 +1172,14 @@ def _refuse_unsupported(dialect: Dialect, settings: dict[str, Any]) -> None:
 
 def _assemble(dialect: Dialect, settings: dict[str, Any]) -> tuple[EngineConfig, ServerOptions]:
     """Settings by target name -> the configuration; settles those that stand for others."""
+    if len(settings.get("server.api_keys", ())) > 1 and not {"positional_model", "model.model"} & {
+        name for name, value in settings.items() if value is not None
+    }:  # or the model would be a key that everybody knows
+        raise ConfigError("several keys and no model: write MODEL before --api-key, or --model MODEL", param="api_key")
     _settle_model(dialect, settings)
     _settle_cache(settings)
     _settle_scheduling(settings)
+    _settle_access(settings)
     for flag in FLAGS:
         if dialect in flag.defaults:
             settings.setdefault(flag.target, flag.defaults[dialect])
@@ -1013,3 +1251,32 @@ def _settle_scheduling(settings: dict[str, Any]) -> None:
             "--max-prefill-tokens needs --chunked-prefill-size -1: with chunks, --chunked-prefill-size is the budget",
             param="max_prefill_tokens",
         )
+
+
+def _settle_access(settings: dict[str, Any]) -> None:
+    for name in ("allowed_origins", "allowed_methods", "allowed_headers"):
+        if f"server.{name}" in settings:
+            settings[f"server.{name}"] = tuple(word for words in settings[f"server.{name}"] for word in words)
+    keys = list(settings.get("server.api_keys", ()))
+    file = settings.pop("server.api_key_file", None)
+    if file is not None:
+        try:
+            keys += [line.strip() for line in Path(file).read_text().splitlines() if line.strip()]
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"--api-key-file {file} cannot be read: {error}", param="api_key_file") from error
+    if file is not None and not keys:  # not a server that anybody may use, because a file was empty
+        raise ConfigError(f"--api-key-file {file} has no key", param="api_key_file")
+    if not keys and (key := api_key_of_environment()) is not None:
+        keys = [key]
+    if "" in keys or settings.get("server.admin_api_key") == "":
+        raise ConfigError("--api-key and --admin-api-key must not be empty", param="api_key")
+    if keys:
+        settings["server.api_keys"] = tuple(keys)
+    if admin_key := os.environ.get(ADMIN_KEY_VARIABLE):
+        settings.setdefault("server.admin_api_key", admin_key)
+    if bool(settings.get("server.ssl_keyfile")) != bool(settings.get("server.ssl_certfile")):
+        raise ConfigError("TLS needs both --ssl-keyfile and --ssl-certfile", param="ssl_keyfile")
+    for name in ("ssl_keyfile", "ssl_certfile", "ssl_ca_certs"):
+        path = settings.get(f"server.{name}")
+        if path is not None and not Path(path).is_file():
+            raise ConfigError(f"--{name.replace('_', '-')} {path} is not a file", param=name)

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from kitfox.request import FinishReason
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
@@ -15,6 +19,7 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
     Attributes:
         token_id, logprob, rank: the token that is there; rank 1 is the most likely.
         top_ids, top_logprobs: the most likely tokens, best first; as many as were asked for.
+        named_logprobs: of the request's logprob_token_ids, in their order.
     """
 
     token_id: int
@@ -22,6 +27,7 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
     rank: int
     top_ids: list[int]
     top_logprobs: list[float]
+    named_logprobs: list[float] = []
 
 
 class EngineOutput(msgspec.Struct, kw_only=True, omit_defaults=True):
@@ -31,6 +37,7 @@ class EngineOutput(msgspec.Struct, kw_only=True, omit_defaults=True):
         num_cached_tokens: prompt tokens that came from the prefix cache.
         queue_time_s: from arrival to first being scheduled.
         prefill_time_s: from there to the first token.
+        embedding: the pooled vector of a request that asked for one, as little-endian float32; not normalised.
         error: what went wrong, with finish_reason "error".
     """
 
@@ -44,6 +51,7 @@ class EngineOutput(msgspec.Struct, kw_only=True, omit_defaults=True):
     num_preemptions: int = 0
     queue_time_s: float = 0.0
     prefill_time_s: float = 0.0
+    embedding: bytes | None = None
     error: str | None = None
 
 
@@ -78,7 +86,11 @@ class EngineOutputs(msgspec.Struct, kw_only=True):
 
 
 class CompletionOutput(msgspec.Struct, kw_only=True):
-    """One answer. In a stream, text and token_ids are what is new; offline they are the whole."""
+    """One answer. In a stream, text and token_ids are what is new; offline they are the whole.
+
+    Attributes:
+        num_preemptions: how often it lost its blocks to others so far.
+    """
 
     index: int
     text: str = ""
@@ -86,19 +98,31 @@ class CompletionOutput(msgspec.Struct, kw_only=True):
     logprobs: list[TokenLogprobs] | None = None
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
+    num_preemptions: int = 0
 
 
 class RequestTimings(msgspec.Struct, kw_only=True):
-    """Seconds a request spent: waiting, until its first token, and after it."""
+    """Seconds a request spent: waiting, until its first token, and after it.
+
+    Attributes:
+        prefill_tokens_per_s: prompt tokens computed, so not those that came from the cache, over prefill_s.
+        decode_tokens_per_s: tokens of the first answer but its first one, over decode_s; None when there are none.
+    """
 
     queue_s: float = 0.0
     prefill_s: float = 0.0
     decode_s: float = 0.0
     ttft_s: float | None = None
+    prefill_tokens_per_s: float | None = None
+    decode_tokens_per_s: float | None = None
 
 
 class RequestOutput(msgspec.Struct, kw_only=True):
-    """What a request has to show: of n answers, those with news."""
+    """What a request has to show: of n answers, those with news.
+
+    Attributes:
+        embedding: as in `EngineOutput`, for a request that was pooled.
+    """
 
     request_id: str
     prompt: str | None
@@ -107,5 +131,15 @@ class RequestOutput(msgspec.Struct, kw_only=True):
     finished: bool = False
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     num_cached_tokens: int = 0
+    embedding: bytes | None = None
     timings: RequestTimings | None = None
     metadata: dict[str, Any] = {}
+
+    def vector(self, *, normalize: bool = True, dimensions: int | None = None) -> npt.NDArray[np.float32]:
+        """The embedding or its first `dimensions` numbers, of length 1 unless told otherwise (a zero vector stays)."""
+        import numpy as np
+
+        assert self.embedding is not None, f"{self.request_id} was not pooled, or is not finished"
+        values = np.frombuffer(self.embedding, "<f4")[:dimensions]
+        length = float(np.linalg.norm(values.astype(np.float64)))
+        return (values / length).astype(np.float32) if normalize and length > 0 else values

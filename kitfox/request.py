@@ -5,14 +5,25 @@ from __future__ import annotations
 import enum
 import math
 import time
+from typing import Literal
 
 import msgspec
 
+from kitfox.config import Pooling
 from kitfox.errors import InvalidParameterError
 
 MAX_STOP_STRINGS = 16
 MAX_STOP_STRING_CHARS = 1024
+MAX_STOP_REGEXES = 32
+MAX_STOP_REGEX_CHARS = 256
 MAX_LIST_ENTRIES = 1024
+MAX_ALLOWED_TOKEN_IDS = 16_384
+MAX_BAD_WORDS = 256
+MAX_BAD_WORD_CHARS = 128
+MAX_LOGPROB_TOKEN_IDS = 128
+MAX_PATTERN_SIZE = 256
+MAX_PATTERN_COUNT = 1024
+MAX_STREAM_INTERVAL = 1024
 MAX_N = 128
 MAX_SEED = 2**63 - 1
 
@@ -22,14 +33,44 @@ def _require(condition: bool, param: str, limit: str, given: object) -> None:
         raise InvalidParameterError(param, limit, given)
 
 
+def _require_texts(texts: tuple[str, ...], param: str, max_texts: int, max_chars: int) -> None:
+    _require(len(texts) <= max_texts, param, f"must have at most {max_texts} strings", len(texts))
+    for text in texts:
+        _require(text != "", param, "must not contain an empty string", text)
+        _require(len(text) <= max_chars, param, f"strings must have at most {max_chars} characters", len(text))
+
+
 def _is_finite(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+class RepetitionDetection(msgspec.Struct, frozen=True, kw_only=True):
+    """End an answer whose last tokens are one pattern again and again. Ranges are checked on construction.
+
+    Attributes:
+        min_pattern_size, max_pattern_size: tokens in the pattern.
+        min_count: how many times in a row it must be there.
+    """
+
+    max_pattern_size: int
+    min_pattern_size: int = 1
+    min_count: int = 3
+
+    def __post_init__(self) -> None:
+        name = "repetition_detection"
+        limit = f"max_pattern_size must be in [1, {MAX_PATTERN_SIZE}]"
+        _require(1 <= self.max_pattern_size <= MAX_PATTERN_SIZE, name, limit, self.max_pattern_size)
+        limit = f"min_pattern_size must be in [1, max_pattern_size ({self.max_pattern_size})]"
+        _require(1 <= self.min_pattern_size <= self.max_pattern_size, name, limit, self.min_pattern_size)
+        limit = f"min_count must be in [2, {MAX_PATTERN_COUNT}]"
+        _require(2 <= self.min_count <= MAX_PATTERN_COUNT, name, limit, self.min_count)
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """How to choose tokens and when to stop. Ranges are checked on construction.
 
-    Order of application: logit_bias, then min_tokens' mask, then penalties, then temperature, then top_k, top_p, min_p.
+    Order of application: logit_bias, then what may not be chosen (allowed_token_ids, bad_words, min_tokens), then
+    penalties, then temperature, then top_k, top_p, min_p.
 
     Attributes:
         n: how many answers to one prompt.
@@ -37,10 +78,21 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         temperature: 0 is greedy.
         top_k: 0 or -1 means all.
         seed: noise comes from (seed, position), so a seeded request is the same in any company.
+        kept_special_ids: special tokens that skip_special_tokens leaves in the text, for those who read it.
         stop: texts that end the answer; the earliest match wins and is cut off unless include_stop_str_in_output.
-        logprobs: how many top alternatives to report beside the sampled token; None reports nothing, 0 the token only.
+        stop_regex: patterns that end the answer where one first has a match (kitfox.engine.stop_regex says which
+            syntax); what is matched is cut off as stop texts are, but for what of it is already shown.
+        logprobs: how many top alternatives to report beside the sampled token; None reports nothing, 0 the token only,
+            -1 the whole vocabulary.
         prompt_logprobs: the same for each prompt token.
+        logprob_token_ids: tokens to report besides, at each position that reports anything.
         logit_bias: token id to bias in [-100, 100].
+        allowed_token_ids: the only tokens that may be chosen; empty means all.
+        bad_words: texts that the answer may not complete, with a space before them or without.
+        bad_token_sequences: the same as token ids; those of bad_words are added at the door.
+        truncate_prompt_tokens: keep so many prompt tokens, of the end that truncation_side does not name; -1 keeps what
+            fits into the context beside max_tokens.
+        stream_interval: tokens in a delta of a stream; the first token and the last ones do not wait.
     """
 
     n: int = 1
@@ -56,12 +108,22 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     logit_bias: dict[int, float] = msgspec.field(default_factory=dict)
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
+    stop_regex: tuple[str, ...] = ()
     ignore_eos: bool = False
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
+    kept_special_ids: tuple[int, ...] = ()
     seed: int | None = None
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    logprob_token_ids: tuple[int, ...] = ()
+    allowed_token_ids: tuple[int, ...] = ()
+    bad_words: tuple[str, ...] = ()
+    bad_token_sequences: tuple[tuple[int, ...], ...] = ()
+    truncate_prompt_tokens: int | None = None
+    truncation_side: Literal["left", "right"] = "left"
+    repetition_detection: RepetitionDetection | None = None
+    stream_interval: int = 1
 
     def __post_init__(self) -> None:
         _require(1 <= self.n <= MAX_N, "n", f"must be in [1, {MAX_N}]", self.n)
@@ -85,18 +147,32 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         _require(len(self.logit_bias) <= MAX_LIST_ENTRIES, "logit_bias", limit, len(self.logit_bias))
         for value in self.logit_bias.values():
             _require(_is_finite(value) and -100 <= value <= 100, "logit_bias", "values must be in [-100, 100]", value)
-        limit = f"must have at most {MAX_STOP_STRINGS} strings"
-        _require(len(self.stop) <= MAX_STOP_STRINGS, "stop", limit, len(self.stop))
-        for text in self.stop:
-            _require(text != "", "stop", "must not contain an empty string", text)
-            limit = f"strings must have at most {MAX_STOP_STRING_CHARS} characters"
-            _require(len(text) <= MAX_STOP_STRING_CHARS, "stop", limit, len(text))
-        limit = f"must have at most {MAX_LIST_ENTRIES} entries"
-        _require(len(self.stop_token_ids) <= MAX_LIST_ENTRIES, "stop_token_ids", limit, len(self.stop_token_ids))
+        _require_texts(self.stop, "stop", MAX_STOP_STRINGS, MAX_STOP_STRING_CHARS)
+        _require_texts(self.stop_regex, "stop_regex", MAX_STOP_REGEXES, MAX_STOP_REGEX_CHARS)
+        _require_texts(self.bad_words, "bad_words", MAX_BAD_WORDS, MAX_BAD_WORD_CHARS)
+        for name, most in (
+            ("stop_token_ids", MAX_LIST_ENTRIES),
+            ("logprob_token_ids", MAX_LOGPROB_TOKEN_IDS),
+            ("allowed_token_ids", MAX_ALLOWED_TOKEN_IDS),
+        ):
+            num_entries = len(getattr(self, name))
+            _require(num_entries <= most, name, f"must have at most {most} entries", num_entries)
         _require(self.seed is None or -MAX_SEED - 1 <= self.seed <= MAX_SEED, "seed", "must fit in 64 bits", self.seed)
         for name in ("logprobs", "prompt_logprobs"):
             value = getattr(self, name)
-            _require(value is None or value >= 0, name, "must be >= 0", value)
+            limit = "must be >= 0, or -1 for the whole vocabulary"
+            _require(value is None or value >= -1, name, limit, value)
+        reports = self.logprobs is not None or self.prompt_logprobs is not None
+        _require(
+            reports or not self.logprob_token_ids, "logprob_token_ids", "needs logprobs", list(self.logprob_token_ids)
+        )
+        kept = self.truncate_prompt_tokens
+        limit = "must be positive, or -1 for what fits the context"
+        _require(kept is None or kept == -1 or kept >= 1, "truncate_prompt_tokens", limit, kept)
+        limit = "must be left or right"
+        _require(self.truncation_side in ("left", "right"), "truncation_side", limit, self.truncation_side)
+        limit = f"must be in [1, {MAX_STREAM_INTERVAL}]"
+        _require(1 <= self.stream_interval <= MAX_STREAM_INTERVAL, "stream_interval", limit, self.stream_interval)
 
     @property
     def is_greedy(self) -> bool:
@@ -108,6 +184,7 @@ class FinishReason(enum.StrEnum):
 
     STOP = "stop"
     LENGTH = "length"
+    REPETITION = "repetition"
     ABORT = "abort"
     ERROR = "error"
 
@@ -130,6 +207,7 @@ class EngineRequest(msgspec.Struct, kw_only=True, omit_defaults=True):
         stop_token_ids: the model's EOS tokens (unless ignore_eos) and the request's own, all in one.
         eos_token_ids: the part of them that min_tokens masks although nobody asked for it by name.
         leader_id: the first of the n answers; the others start once its prompt is computed.
+        pooling: make one vector of the prompt's hidden states instead of sampling; max_tokens is 0 then.
         priority: lower runs first under the priority policy; also weighs radix eviction.
         cache_salt: requests with different salts never share KV.
     """
@@ -142,6 +220,7 @@ class EngineRequest(msgspec.Struct, kw_only=True, omit_defaults=True):
     priority: int = 0
     cache_salt: str | None = None
     leader_id: str | None = None
+    pooling: Pooling | None = None
 
 
 class Request:
@@ -163,6 +242,7 @@ class Request:
         "num_computed_tokens",
         "num_preemptions",
         "num_prompt_tokens",
+        "pooling",
         "priority",
         "request_id",
         "sampling",
@@ -182,6 +262,7 @@ class Request:
         self.priority = source.priority
         self.cache_salt = source.cache_salt
         self.leader_id = source.leader_id
+        self.pooling = source.pooling
         self.arrival_time_s = source.arrival_time_s or time.monotonic()
         self.status = RequestStatus.WAITING
         self.num_computed_tokens = 0
@@ -216,8 +297,8 @@ class Request:
 
     @property
     def skips_cache_lookup(self) -> bool:
-        """Prompt logprobs need every prompt position computed, so nothing may come from the cache."""
-        return self.sampling.prompt_logprobs is not None
+        """Prompt logprobs and mean pooling need every prompt position computed: nothing may come from the cache."""
+        return self.sampling.prompt_logprobs is not None or self.pooling == "mean"
 
     def __repr__(self) -> str:
         return (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
+from kitfox.config import Pooling
 from kitfox.outputs import TokenLogprobs
 from kitfox.request import SamplingParams
 
@@ -25,6 +26,7 @@ class NewRequest(msgspec.Struct, frozen=True, kw_only=True):
         block_ids: its whole block table.
         num_computed_tokens: tokens whose KV is already in those blocks.
         stop_token_ids: what min_tokens masks.
+        pooling: how to make a vector of the prompt's hidden states; None samples tokens.
     """
 
     request_id: str
@@ -34,6 +36,7 @@ class NewRequest(msgspec.Struct, frozen=True, kw_only=True):
     stop_token_ids: tuple[int, ...]
     block_ids: list[int]
     num_computed_tokens: int
+    pooling: Pooling | None = None
 
 
 class CachedRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -75,10 +78,12 @@ class ModelRunnerOutput(msgspec.Struct, frozen=True, kw_only=True):
         logprobs: for requests that asked, one entry a sampled token.
         prompt_logprobs: for requests that asked, one entry for each prompt token computed this step that has a
             predecessor (so the first prompt token never has one).
+        embeddings: the vectors of pooling requests whose last token was computed, as little-endian float32.
         errors: requests whose logits were not numbers, with what was wrong; they end, the others go on.
     """
 
     sampled_token_ids: dict[str, list[int]] = {}
     logprobs: dict[str, list[TokenLogprobs]] = {}
     prompt_logprobs: dict[str, list[TokenLogprobs]] = {}
+    embeddings: dict[str, bytes] = {}
     errors: dict[str, str] = {}

@@ -97,6 +97,27 @@ class Tokenizer:
     def has_chat_template(self) -> bool:
         return self._chat_template is not None
 
+    @property
+    def info(self) -> dict[str, Any]:
+        """Size, special tokens by their role and chat template, for clients that make prompts themselves."""
+        return {
+            "vocab_size": self.vocab_size,
+            **self._named_tokens,
+            "bos_token_id": self.bos_token_id,
+            "eos_token_ids": list(self.eos_token_ids),
+            "special_tokens": self._special_id_of,
+            "chat_template": self._chat_template,
+        }
+
+    @property
+    def chat_template(self) -> str | None:
+        """The jinja2 source."""
+        return self._chat_template
+
+    def special_token_id(self, text: str) -> int | None:
+        """Id of the special token with this text."""
+        return self._special_id_of.get(text)
+
     def encode(self, text: str, *, add_special_tokens: bool = True, parse_special: bool = True) -> list[int]:
         """Token ids of a text.
 
@@ -114,7 +135,8 @@ class Tokenizer:
 
     def decode(self, ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:
         """Text of token ids; bytes that are no UTF-8 become U+FFFD, ids outside the vocabulary have no text."""
-        data = b"".join(self._printed(token_id, skip_special_tokens) for token_id in ids)
+        hidden = self.special_ids if skip_special_tokens else frozenset()
+        data = b"".join(b"" if token_id in hidden else self.token_bytes(token_id) for token_id in ids)
         if self._strips_leading_space:
             data = data.removeprefix(b" ")
         return data.decode("utf-8", "replace")
@@ -235,11 +257,6 @@ class Tokenizer:
                 self._compiled[source] = compiled
         return compiled
 
-    def _printed(self, token_id: int, skip_special_tokens: bool) -> bytes:
-        if skip_special_tokens and token_id in self.special_ids:
-            return b""
-        return self.token_bytes(token_id)
-
     def _find_bytes(self, token_id: int) -> bytes:
         if not 0 <= token_id < 2**32:
             return b""
@@ -265,18 +282,30 @@ class IncrementalDetokenizer:
     held back until its last byte comes, so U+FFFD appears only when the bytes really are no UTF-8.
     """
 
-    def __init__(self, tokenizer: Tokenizer, prompt_token_ids: list[int], skip_special_tokens: bool = True):
-        """The prompt decides whether the first word's space is part of the text: it is when text comes before it."""
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        prompt_token_ids: list[int],
+        skip_special_tokens: bool = True,
+        kept_special_ids: Iterable[int] = (),
+    ):
+        """The prompt decides whether the first word's space is part of the text: it is when text comes before it.
+
+        Args:
+            kept_special_ids: special tokens that are text all the same.
+        """
         self._tokenizer = tokenizer
-        self._skip_special_tokens = skip_special_tokens
+        kept = frozenset(kept_special_ids)
+        special_ids = tokenizer.special_ids - kept if kept else tokenizer.special_ids
+        self._hidden = special_ids if skip_special_tokens else frozenset()
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         follows_text = bool(prompt_token_ids) and prompt_token_ids[-1] not in tokenizer.special_ids
         self._strip_space = tokenizer._strips_leading_space and not follows_text
 
     def add(self, ids: list[int]) -> str:
         """Take the next ids; returns the text that became certain, often empty."""
-        printed, skip = self._tokenizer._printed, self._skip_special_tokens
-        data = b"".join([printed(token_id, skip) for token_id in ids])
+        bytes_of, hidden = self._tokenizer.token_bytes, self._hidden
+        data = b"".join([b"" if token_id in hidden else bytes_of(token_id) for token_id in ids])
         if self._strip_space and data:
             data = data.removeprefix(b" ")
             self._strip_space = False
@@ -382,7 +411,8 @@ def _mark(value: Any, starts: re.Pattern[str], mark: str) -> Any:
     if isinstance(value, list | tuple):
         return [_mark(item, starts, mark) for item in value]
     if isinstance(value, dict):
-        return {_mark(key, starts, mark): _mark(item, starts, mark) for key, item in value.items()}
+        marked = {_mark(key, starts, mark): _mark(item, starts, mark) for key, item in value.items()}
+        return type(value)(marked)  # a kind of dict may print itself in its own way
     return value
 
 

@@ -174,16 +174,19 @@ class _FakeServer(http.server.BaseHTTPRequestHandler):
     """Serves one model, `fox`; answers every question with two pieces, or with an error to "bad"."""
 
     bodies: list[dict[str, object]]
+    keys: list[str | None]
 
     def log_message(self, *arguments: object) -> None:
         pass
 
     def do_GET(self) -> None:
+        self.keys.append(self.headers["Authorization"])
         self._send(200, json.dumps({"data": [{"id": "fox"}]}))
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         self.bodies.append(body)
+        self.keys.append(self.headers["Authorization"])
         if body["messages"][-1]["content"] == "bad":
             return self._send(400, json.dumps({"error": {"message": "too bad"}}))
         deltas: list[dict[str, object]] = [
@@ -204,7 +207,7 @@ class _FakeServer(http.server.BaseHTTPRequestHandler):
 
 @pytest.fixture
 def fake_url() -> Iterator[str]:
-    _FakeServer.bodies = []
+    _FakeServer.bodies, _FakeServer.keys = [], []
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), _FakeServer)
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
     thread.start()
@@ -246,6 +249,14 @@ class TestChat:
 
         monkeypatch.setattr(chat, "stream_answer", interrupted)
         self.talk(monkeypatch, ["hi", "again", "/exit"], ChatOptions(base_url=fake_url))
+
+    def test_sends_the_key_of_the_environment(self, fake_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.talk(monkeypatch, ["hi", "/exit"], ChatOptions(base_url=fake_url))
+        assert set(_FakeServer.keys) == {None}
+        monkeypatch.setenv("KITFOX_API_KEY", "secret")
+        _FakeServer.keys.clear()
+        self.talk(monkeypatch, ["hi", "/exit"], ChatOptions(base_url=fake_url))
+        assert _FakeServer.keys == ["Bearer secret"] * 2
 
     def test_a_model_that_is_not_served(self, fake_url: str) -> None:
         with pytest.raises(ModelNotFoundError, match="serves fox, not wolf"):

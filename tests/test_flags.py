@@ -44,6 +44,29 @@ SAMPLES: dict[str, tuple[str, object]] = {
     "server.port": ("9000", 9000),
     "server.shutdown_timeout_s": ("2.5", 2.5),
     "server.log_level": ("debug", "debug"),
+    "server.log_format": ("json", "json"),
+    "server.tool_call_parser": ("qwen25", "hermes"),
+    "server.reasoning_parser": ("deepseek_r1", "think"),
+    "server.otlp_traces_endpoint": ("http://here:4318/v1/traces", "http://here:4318/v1/traces"),
+    "model.pooling": ("last", "last"),
+    "server.storage_dir": ("/srv/kitfox", "/srv/kitfox"),
+    "server.profile_dir": ("/srv/profiles", "/srv/profiles"),
+    "server.uds": ("/run/kitfox", "/run/kitfox"),
+    "server.root_path": ("/models/", "/models"),
+    "server.max_body_bytes": ("1M", 1 << 20),
+    "server.max_header_bytes": ("4K", 4096),
+    "server.max_header_count": ("50", 50),
+    "server.api_keys": ("secret", ("secret",)),
+    "server.admin_api_key": ("secret", "secret"),
+    "server.allowed_origins": ("https://here", ("https://here",)),
+    "server.allowed_methods": ("GET", ("GET",)),
+    "server.allowed_headers": ("x-mine", ("x-mine",)),
+    "server.ssl_keyfile_password": ("secret", "secret"),
+    "server.ssl_ca_certs": (__file__, __file__),
+    "server.ssl_cert_reqs": ("2", 2),
+    "model.generation_config": ("vllm", "vllm"),
+    "model.override_generation_config": ('{"top_k":5}', {"top_k": 5}),
+    "model.stream_interval": ("4", 4),
     "max_logprobs": ("5", 5),
     "trace_capacity": ("100", 100),
     "cache.organisation": ("none", "none"),
@@ -64,6 +87,9 @@ SAMPLES: dict[str, tuple[str, object]] = {
 STAND_FOR_OTHERS = {
     "cache.prefix_caching",
     "cache.max_total_tokens",
+    "server.api_key_file",
+    "server.ssl_keyfile",  # these two need each other
+    "server.ssl_certfile",
     "scheduler.max_prefill_tokens",
     "scheduler.by_priority",
     "scheduler.low_values_first",
@@ -131,6 +157,56 @@ class TestTable:
                     assert word in text
         assert "--tensor-parallel-size" not in text
         assert "Cache and memory:" in text
+
+
+@pytest.mark.parametrize("dialect", DIALECTS)
+class TestAccess:
+    def test_several_keys_of_several_flags(self, dialect: Dialect) -> None:
+        model = "fox " if dialect == "vllm" else ""
+        assert parse(dialect, f"{model}--api-key a b --api-key c")[1].api_keys == ("a", "b", "c")
+
+    def test_keys_of_a_file(self, dialect: Dialect, tmp_path: Path) -> None:
+        file = tmp_path / "keys"
+        file.write_text("first\n\n  second \n")
+        assert parse(dialect, f"--api-key-file {file}")[1].api_keys == ("first", "second")
+        assert parse(dialect, f"--api-key zeroth --api-key-file {file}")[1].api_keys == ("zeroth", "first", "second")
+        file.write_text("\n")
+        assert "has no key" in refusal(dialect, f"--api-key-file {file}")
+        assert "cannot be read" in refusal(dialect, f"--api-key-file {tmp_path / 'none'}")
+
+    def test_keys_of_the_environment(self, dialect: Dialect, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("VLLM_API_KEY", "theirs")
+        assert parse(dialect, "")[1].api_keys == ("theirs",)
+        monkeypatch.setenv("KITFOX_API_KEY", "ours")
+        monkeypatch.setenv("KITFOX_ADMIN_API_KEY", "admin")
+        options = parse(dialect, "")[1]
+        assert (options.api_keys, options.admin_api_key) == (("ours",), "admin")
+        options = parse(dialect, "--api-key flag --admin-api-key flags-admin")[1]
+        assert (options.api_keys, options.admin_api_key) == (("flag",), "flags-admin")
+
+    def test_keys_are_never_empty_nor_shown(self, dialect: Dialect) -> None:
+        assert "must not be empty" in refusal(dialect, "--api-key=")
+        assert "must not be empty" in refusal(dialect, "--admin-api-key=")
+        assert "secret" not in repr(parse(dialect, "--api-key secret --admin-api-key secret")[1])
+
+    def test_origins_as_words_and_as_json(self, dialect: Dialect) -> None:
+        for text in ("https://a https://b", '["https://a","https://b"]', '["https://a"] https://b'):
+            options = parse(dialect, f"--allowed-origins {text} --allow-credentials")[1]
+            assert (options.allowed_origins, options.allow_credentials) == (("https://a", "https://b"), True)
+        assert "JSON list" in refusal(dialect, '--allowed-origins ["a"')
+        assert "JSON list" in refusal(dialect, "--allowed-origins [1]")
+
+    def test_tls_needs_both_files(self, dialect: Dialect) -> None:
+        options = parse(dialect, f"--ssl-keyfile {__file__} --ssl-certfile {__file__}")[1]
+        assert (options.ssl_keyfile, options.ssl_certfile) == (__file__, __file__)
+        assert "both" in refusal(dialect, f"--ssl-keyfile {__file__}")
+        assert "not a file" in refusal(dialect, f"--ssl-keyfile nothing --ssl-certfile {__file__}")
+
+
+def test_a_model_behind_the_keys_is_not_taken_for_a_key() -> None:
+    assert "write MODEL before --api-key" in refusal("vllm", "--api-key secret fox")
+    assert parse("vllm", "--api-key a b --model fox")[1].api_keys == ("a", "b")
+    assert parse("vllm", "--api-key secret")[1].api_keys == ("secret",)
 
 
 class TestDialects:

@@ -196,6 +196,26 @@ def test_characters_wait_for_their_last_byte() -> None:
     assert tokenizer.token_bytes(10**6) == tokenizer.token_bytes(-1) == b""
 
 
+def test_special_tokens_can_be_kept_one_by_one() -> None:
+    tokenizer = byte_tokenizer("<call>", "<end>")
+    ids = tokenizer.encode("a<call>b<end>")
+    call_id = tokenizer.special_token_id("<call>")
+    assert call_id is not None
+    assert tokenizer.special_token_id("a") is None
+    detokenizer = IncrementalDetokenizer(tokenizer, [], kept_special_ids=[call_id])
+    assert "".join(detokenizer.add([i]) for i in ids) == "a<call>b"
+    assert IncrementalDetokenizer(tokenizer, []).add(ids) == "ab"
+
+
+def test_a_dict_that_prints_itself_stays_one_beside_special_text() -> None:
+    class Loud(dict[str, str]):
+        def __str__(self) -> str:
+            return "!".join(self.values())
+
+    tokenizer = byte_tokenizer("<end>", template="{{ tools }}")
+    assert tokenizer.decode(tokenizer.encode_chat([], tools=Loud(a="x<end>", b="y"))) == "x<end>!y"
+
+
 def test_lone_surrogates_are_the_callers_mistake() -> None:
     tokenizer = byte_tokenizer()
     with pytest.raises(RequestError, match=r"U\+D83E at character 2"):

@@ -8,14 +8,31 @@ import logging
 import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
+from typing import Any
 
-from kitfox.config import EngineConfig, ModelConfig
-from kitfox.engine.client import EngineFailed, EngineReady, ProcessClient, StepDone, TraceAnswer
+from kitfox.config import EngineConfig, ModelConfig, Pooling
+from kitfox.engine.client import (
+    Command,
+    ControlAnswer,
+    ControlEngine,
+    EngineFailed,
+    EngineReady,
+    ProcessClient,
+    StepDone,
+)
 from kitfox.engine.input_processor import EngineLimits, InputProcessor
 from kitfox.engine.output_processor import OutputProcessor
-from kitfox.errors import EngineDeadError, InvalidParameterError, KitfoxError, QueueFullError, ShuttingDownError
-from kitfox.outputs import EngineStats, RequestOutput
-from kitfox.request import SamplingParams
+from kitfox.errors import (
+    AsleepError,
+    EngineBusyError,
+    EngineDeadError,
+    InvalidParameterError,
+    KitfoxError,
+    QueueFullError,
+    ShuttingDownError,
+)
+from kitfox.outputs import EngineOutput, EngineOutputs, EngineStats, RequestOutput
+from kitfox.request import FinishReason, SamplingParams
 from kitfox.tokenizer import load_tokenizer
 from kitfox.tracing import TraceEvent, Tracer
 
@@ -39,11 +56,17 @@ class AsyncLLM:
         max_model_len: int,
         num_blocks: int,
         start_engine: StartEngine,
+        default_sampling_params: dict[str, Any],
     ):
+        """default_sampling_params: of `SamplingParams`, for what requests leave out; see `read_generation_defaults`."""
         self.config = config
         self.model_config = model_config
         self.path = path
         self.max_model_len = max_model_len
+        self.default_sampling_params = default_sampling_params
+        if default_sampling_params:
+            shown = ", ".join(f"{name} {value}" for name, value in default_sampling_params.items())
+            logger.info("what requests leave out (--generation-config): %s", shown)
         self.stats = EngineStats(num_blocks=num_blocks, num_free_blocks=num_blocks, block_size=config.cache.block_size)
         self.on_step: Callable[[EngineStats], None] = lambda _: None  # hears of every step; `stats` is only the latest
         self.tracer = Tracer(config.trace_capacity)
@@ -64,11 +87,16 @@ class AsyncLLM:
                 max_model_len=max_model_len,
                 num_blocks=num_blocks,
                 eos_token_ids=self.tokenizer.eos_token_ids,
-            )
+                default_max_tokens=self.default_sampling_params.get("max_tokens"),
+            ),
+            self.tokenizer,
         )
         self._output_processor = OutputProcessor(self.tokenizer)
         self._streams: dict[str, asyncio.Queue[RequestOutput | KitfoxError]] = {}
-        self._trace_waiters: dict[str, list[asyncio.Future[list[TraceEvent]]]] = {}
+        self.is_paused = False
+        self.is_sleeping = False
+        self._answers: dict[int, asyncio.Future[ControlAnswer]] = {}  # awaited ones, by their commands' numbers
+        self._num_commands = 0
         self._state = "starting"
         self._detail = "the engine is loading the model"
         self._ready = asyncio.Event()
@@ -96,11 +124,13 @@ class AsyncLLM:
 
     @property
     def health(self) -> str:
-        """ "starting", "ok", "stalled", "draining" or "dead"."""
-        waiting_since = time.monotonic() - self._last_news_time_s
-        if self._state == "ok" and self._streams and waiting_since > STALLED_AFTER_S:
-            return "stalled"
-        return self._state
+        """ "starting", "ok", "paused", "asleep", "stalled", "draining" or "dead"."""
+        if self._state != "ok":
+            return self._state
+        if self.is_sleeping or self.is_paused:
+            return "asleep" if self.is_sleeping else "paused"
+        is_stalled = self._streams and time.monotonic() - self._last_news_time_s > STALLED_AFTER_S
+        return "stalled" if is_stalled else "ok"
 
     @property
     def health_detail(self) -> str:
@@ -133,8 +163,11 @@ class AsyncLLM:
         prompt: str | None = None,
         priority: int = 0,
         cache_salt: str | None = None,
+        pooling: Pooling | None = None,
     ) -> AsyncIterator[RequestOutput]:
         """Check a request, hand it to the engine, and return the stream of its deltas.
+
+        With `pooling` the one delta is an embedding, and sampling.max_tokens is 0.
 
         Leaving the stream early (or cancelling the task that reads it) aborts the request.
 
@@ -145,7 +178,12 @@ class AsyncLLM:
         if request_id in self._output_processor:
             raise InvalidParameterError("request_id", "must not be one that is being served", request_id)
         requests = self._input_processor.process(
-            prompt_token_ids, sampling, request_id=request_id, priority=priority, cache_salt=cache_salt
+            prompt_token_ids,
+            sampling,
+            request_id=request_id,
+            priority=priority,
+            cache_salt=cache_salt,
+            pooling=pooling,
         )
         scheduler = self.config.scheduler
         room = scheduler.max_num_seqs + scheduler.max_num_queued_requests - self._output_processor.num_unfinished
@@ -168,6 +206,8 @@ class AsyncLLM:
             raise ShuttingDownError("the server is shutting down and takes no new requests")
         if self._state == "dead":
             raise EngineDeadError(f"the engine is not running: {self._detail}")
+        if self.is_sleeping:
+            raise AsleepError("the server is asleep; POST /wake_up wakes it")
 
     async def _stream(
         self, request_id: str, queue: asyncio.Queue[RequestOutput | KitfoxError]
@@ -191,15 +231,97 @@ class AsyncLLM:
             self.tracer.emit("aborted", request_id)
             self._client.abort(unfinished)
 
+    @property
+    def open_request_ids(self) -> list[str]:
+        """Requests that have not been answered in full, in order of arrival."""
+        return list(self._streams)
+
+    def cut_short(self, request_id: str) -> bool:
+        """End a request for its reader: it gets what there is, with finish reason "abort". False for an unknown id."""
+        unfinished = self._output_processor.engine_request_ids(request_id)
+        if not unfinished:
+            return False
+        self.tracer.emit("aborted", request_id)
+        self._client.abort(unfinished)
+        ends = [EngineOutput(request_id=engine_id, finish_reason=FinishReason.ABORT) for engine_id in unfinished]
+        self._deliver(EngineOutputs(outputs=ends))
+        return True
+
     async def trace(self, request_id: str) -> list[TraceEvent]:
         """Events of a request from both processes, in order of time; empty for an unknown id."""
         mine = self.tracer.of_request(request_id)
         if self._state in ("ok", "draining"):
-            answer: asyncio.Future[list[TraceEvent]] = asyncio.get_running_loop().create_future()
-            self._trace_waiters.setdefault(request_id, []).append(answer)
-            self._client.query_trace(request_id)
-            mine += await answer
+            with contextlib.suppress(EngineDeadError):
+                mine += (await self._control("trace", request_id)).events
         return sorted(mine, key=lambda event: event.time_s)
+
+    # ---- control ------------------------------------------------------------------------------------------------
+
+    async def _control(self, command: Command, request_id: str = "") -> ControlAnswer:
+        """Have the engine do something between two steps.
+
+        Raises:
+            EngineDeadError: it is not there, or died before it answered.
+        """
+        await self.wait_until_ready()
+        self._num_commands += 1
+        number = self._num_commands
+        answer: asyncio.Future[ControlAnswer] = asyncio.get_running_loop().create_future()
+        self._answers[number] = answer
+        self._client.control(ControlEngine(number, command, request_id))
+        try:
+            answered = await answer
+        finally:
+            self._answers.pop(number, None)
+        self.stats = answered.stats
+        return answered
+
+    async def flush_cache(self) -> bool:
+        """Forget cached prefixes that no running request uses; whether none are left."""
+        return (await self._control("flush_cache")).done
+
+    async def pause(self) -> None:
+        """Take no step until `resume`. Requests stay as they are, and new ones queue."""
+        await self._control("pause")
+        self.is_paused = True
+
+    async def resume(self) -> None:
+        await self._control("resume")
+        self.is_paused = False
+        self._last_news_time_s = time.monotonic()
+
+    async def sleep(self) -> None:
+        """Give the KV cache's memory back until `wake_up`; requests are refused until then.
+
+        Raises:
+            EngineBusyError: requests are open.
+        """
+        if self._streams:
+            raise EngineBusyError(f"{len(self._streams)} requests are open; the server can sleep when there are none")
+        was_sleeping, self.is_sleeping = self.is_sleeping, True  # at once: no request may come between
+        try:
+            done = (await self._control("sleep")).done
+        except BaseException:
+            self.is_sleeping = was_sleeping
+            raise
+        if not done:
+            self.is_sleeping = was_sleeping
+            raise EngineBusyError("the engine is still ending requests; try again")
+
+    async def wake_up(self) -> None:
+        """Have a KV cache again, an empty one."""
+        await self._control("wake_up")
+        self.is_sleeping = False
+
+    async def start_profile(self) -> None:
+        """Record every event of both processes from now on."""
+        await self._control("start_profile")
+        self.tracer.start_profile()
+
+    async def stop_profile(self) -> list[TraceEvent]:
+        """What both processes recorded since `start_profile`."""
+        events = self.tracer.stop_profile()
+        return events + (await self._control("stop_profile")).events
 
     # ---- the engine's side --------------------------------------------------------------------------------------
 
@@ -218,7 +340,7 @@ class AsyncLLM:
             match reply:
                 case StepDone():
                     self._num_restarts = 0
-                    self._deliver(reply)
+                    self._deliver(reply.outputs)
                 case EngineReady():
                     self.phases = reply.phases
                     self.kernels = reply.kernels
@@ -227,19 +349,19 @@ class AsyncLLM:
                     if self._state == "starting":
                         self._state, self._detail = "ok", ""
                     self._ready.set()
-                case TraceAnswer():
-                    for waiter in self._trace_waiters.pop(reply.request_id, []):
-                        if not waiter.done():
-                            waiter.set_result(reply.events)
+                case ControlAnswer():
+                    answer = self._answers.get(reply.number)
+                    if answer is not None and not answer.done():
+                        answer.set_result(reply)
                 case EngineFailed():
                     logger.error("the engine failed: %s\n%s", reply.cause, reply.detail)
                     raise EngineDeadError(reply.cause)
 
-    def _deliver(self, step: StepDone) -> None:
-        if step.outputs.stats is not None:
-            self.stats = step.outputs.stats
+    def _deliver(self, step: EngineOutputs) -> None:
+        if step.stats is not None:
+            self.stats = step.stats
             self.on_step(self.stats)
-        news, to_abort = self._output_processor.process(step.outputs.outputs)
+        news, to_abort = self._output_processor.process(step.outputs)
         if to_abort:
             self._client.abort(to_abort)
         for output in news:
@@ -270,6 +392,7 @@ class AsyncLLM:
         self._state, self._detail = "starting", f"the engine is being restarted: {error.message}"
         logger.error("restarting the engine (%d of %d): %s", self._num_restarts, MAX_RESTARTS, error.message)
         self._client = self._start_engine()
+        self.is_paused = self.is_sleeping = False
         return True
 
     def _fail_everything(self, error: KitfoxError) -> None:
@@ -278,8 +401,6 @@ class AsyncLLM:
         for queue in self._streams.values():
             queue.put_nowait(error)
         self._streams.clear()
-        for waiters in self._trace_waiters.values():
-            for waiter in waiters:
-                if not waiter.done():
-                    waiter.set_result([])
-        self._trace_waiters.clear()
+        for answer in self._answers.values():
+            if not answer.done():
+                answer.set_exception(EngineDeadError("the engine ended before it answered"))

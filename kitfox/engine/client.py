@@ -13,6 +13,7 @@ import tempfile
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from multiprocessing.process import BaseProcess
+from typing import Literal
 
 import msgspec
 import zmq
@@ -21,7 +22,7 @@ import zmq.asyncio
 from kitfox.config import EngineConfig
 from kitfox.engine.core import EngineCore
 from kitfox.errors import EngineDeadError
-from kitfox.outputs import EngineOutputs
+from kitfox.outputs import EngineOutputs, EngineStats
 from kitfox.request import EngineRequest
 from kitfox.tracing import TraceEvent
 
@@ -36,15 +37,22 @@ class AbortRequests(msgspec.Struct, tag="abort", frozen=True):
     request_ids: list[str]
 
 
-class QueryTrace(msgspec.Struct, tag="trace", frozen=True):
-    request_id: str
+Command = Literal["trace", "flush_cache", "pause", "resume", "sleep", "wake_up", "start_profile", "stop_profile"]
+
+
+class ControlEngine(msgspec.Struct, tag="control", frozen=True):
+    """Do something between two steps; a `ControlAnswer` of the same number follows. Only "trace" has a request_id."""
+
+    number: int
+    command: Command
+    request_id: str = ""
 
 
 class StopEngine(msgspec.Struct, tag="stop", frozen=True):
     pass
 
 
-EngineMessage = AddRequests | AbortRequests | QueryTrace | StopEngine
+EngineMessage = AddRequests | AbortRequests | ControlEngine | StopEngine
 
 
 class EngineReady(msgspec.Struct, tag="ready", frozen=True):
@@ -62,9 +70,13 @@ class StepDone(msgspec.Struct, tag="step", frozen=True):
     outputs: EngineOutputs
 
 
-class TraceAnswer(msgspec.Struct, tag="trace", frozen=True):
-    request_id: str
-    events: list[TraceEvent]
+class ControlAnswer(msgspec.Struct, tag="control", frozen=True):
+    """What a command came to: whether it could be done in full, the engine afterwards, and what it asked for."""
+
+    number: int
+    done: bool
+    stats: EngineStats
+    events: list[TraceEvent] = []
 
 
 class EngineFailed(msgspec.Struct, tag="failed", frozen=True):
@@ -74,7 +86,7 @@ class EngineFailed(msgspec.Struct, tag="failed", frozen=True):
     detail: str
 
 
-EngineReply = EngineReady | StepDone | TraceAnswer | EngineFailed
+EngineReply = EngineReady | StepDone | ControlAnswer | EngineFailed
 
 encoder = msgspec.msgpack.Encoder()
 message_decoder = msgspec.msgpack.Decoder(EngineMessage)
@@ -161,9 +173,9 @@ class ProcessClient(EngineClient):
     def abort(self, request_ids: list[str]) -> None:
         self._send(AbortRequests(request_ids))
 
-    def query_trace(self, request_id: str) -> None:
-        """Ask for a request's events; a TraceAnswer follows."""
-        self._send(QueryTrace(request_id))
+    def control(self, message: ControlEngine) -> None:
+        """Send a command; its ControlAnswer follows."""
+        self._send(message)
 
     async def receive(self) -> EngineReply:
         """The next reply.

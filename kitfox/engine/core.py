@@ -29,6 +29,12 @@ class StepExecutor(Protocol):
 
     def execute(self, scheduled: SchedulerOutput) -> ModelRunnerOutput: ...
 
+    def release_kv_cache(self) -> None:
+        """Give the KV cache's memory back, with what is in it; no tokens until `restore_kv_cache`."""
+
+    def restore_kv_cache(self) -> None:
+        """Take as much memory again, empty."""
+
 
 class EngineCore:
     """Owns the scheduler and drives the executor. Knows tokens, not text."""
@@ -37,11 +43,18 @@ class EngineCore:
         self.scheduler = scheduler
         self.executor = executor
         self.tracer = tracer
+        self.is_paused = False
+        self.is_sleeping = False
         self._refused: list[EngineOutput] = []
 
     @property
     def has_work(self) -> bool:
-        return self.scheduler.has_work or bool(self._refused)
+        """Whether a step would do anything: a paused core only says no to what it can never do."""
+        return bool(self._refused) or (self.scheduler.has_work and not self.is_paused)
+
+    @property
+    def has_news_for_executor(self) -> bool:
+        return self.scheduler.has_news_for_executor and not self.is_paused
 
     def add_request(self, source: EngineRequest) -> None:
         """Queue a request; one that no pool state could ever serve, or whose id is taken, is answered with an error."""
@@ -70,12 +83,18 @@ class EngineCore:
         """One turn. With nothing to run it only tells the executor what to forget."""
         started = time.monotonic()
         refused, self._refused = self._refused, []
+        if self.is_paused:
+            return EngineOutputs(outputs=refused, stats=self.scheduler.stats())
         scheduled = self.scheduler.schedule()
         num_tokens = scheduled.total_num_scheduled_tokens
         result = self.executor.execute(scheduled)
         if num_tokens:
             self.tracer.emit(
-                "step", step=scheduled.step, tokens=num_tokens, requests=len(scheduled.num_scheduled_tokens)
+                "step",
+                step=scheduled.step,
+                tokens=num_tokens,
+                requests=len(scheduled.num_scheduled_tokens),
+                seconds=time.monotonic() - started,
             )
         for request_id, num_scheduled in scheduled.num_scheduled_tokens.items():
             self.tracer.emit("scheduled", request_id, step=scheduled.step, tokens=num_scheduled)
@@ -84,3 +103,32 @@ class EngineCore:
         stats.num_step_tokens = num_tokens
         stats.step_time_s = time.monotonic() - started
         return EngineOutputs(outputs=refused + news, stats=stats)
+
+    # ---- control: between steps ---------------------------------------------------------------------------------
+
+    def pause(self) -> None:
+        """Take no step until `resume`. Requests stay as they are, and new ones queue."""
+        self.is_paused = True
+
+    def resume(self) -> None:
+        self.is_paused = False
+
+    def flush_cache(self) -> bool:
+        """Forget cached prefixes that no request uses; whether none are left."""
+        return self.scheduler.kv_cache.reset()
+
+    def sleep(self) -> bool:
+        """Give the KV cache's memory back until `wake_up`. False, with nothing changed, while there are requests."""
+        if self.scheduler.has_work or self._refused:
+            return False
+        if not self.is_sleeping:
+            is_empty = self.scheduler.kv_cache.reset()
+            assert is_empty, "there are no requests, yet something holds blocks"
+            self.executor.release_kv_cache()
+            self.is_sleeping = True
+        return True
+
+    def wake_up(self) -> None:
+        if self.is_sleeping:
+            self.executor.restore_kv_cache()
+            self.is_sleeping = False

@@ -18,13 +18,13 @@ from kitfox.config import EngineConfig, ModelConfig
 from kitfox.engine.client import (
     AbortRequests,
     AddRequests,
+    ControlAnswer,
+    ControlEngine,
     EngineFailed,
     EngineReady,
     EngineReply,
-    QueryTrace,
     StepDone,
     StopEngine,
-    TraceAnswer,
     encoder,
     exit_with_parent,
     message_decoder,
@@ -32,7 +32,7 @@ from kitfox.engine.client import (
 from kitfox.engine.core import EngineCore
 from kitfox.engine.scheduler import Scheduler
 from kitfox.kv_cache.manager import make_kv_cache_manager
-from kitfox.tracing import Tracer
+from kitfox.tracing import TraceEvent, Tracer
 
 if TYPE_CHECKING:
     from kitfox.engine.async_llm import AsyncLLM
@@ -116,7 +116,7 @@ def _load_for_process(config: EngineConfig, num_blocks: int, reply: Callable[[En
 def _serve_requests(core: EngineCore, requests: zmq.Socket[bytes], reply: Callable[[EngineReply], None]) -> None:
     while True:
         # Idle, wait for a message; busy, only take what is there: an abort is honoured before the next step.
-        wait = not core.has_work and not core.scheduler.has_news_for_executor
+        wait = not core.has_work and not core.has_news_for_executor
         while requests.poll(None if wait else 0):
             message = message_decoder.decode(requests.recv())
             wait = False
@@ -126,13 +126,36 @@ def _serve_requests(core: EngineCore, requests: zmq.Socket[bytes], reply: Callab
                         core.add_request(request)
                 case AbortRequests():
                     core.abort(message.request_ids)
-                case QueryTrace():
-                    events = core.tracer.of_request(message.request_id)
-                    reply(TraceAnswer(request_id=message.request_id, events=events))
+                case ControlEngine():
+                    reply(obey(core, message))
                 case StopEngine():
                     return
-        if core.has_work or core.scheduler.has_news_for_executor:
+        if core.has_work or core.has_news_for_executor:
             reply(StepDone(core.step()))
+
+
+def obey(core: EngineCore, message: ControlEngine) -> ControlAnswer:
+    """Do what a command says, between two steps."""
+    done = True
+    events: list[TraceEvent] = []
+    match message.command:
+        case "trace":
+            events = core.tracer.of_request(message.request_id)
+        case "flush_cache":
+            done = core.flush_cache()
+        case "pause":
+            core.pause()
+        case "resume":
+            core.resume()
+        case "sleep":
+            done = core.sleep()
+        case "wake_up":
+            core.wake_up()
+        case "start_profile":
+            core.tracer.start_profile()
+        case "stop_profile":
+            events = core.tracer.stop_profile()
+    return ControlAnswer(message.number, done, core.scheduler.stats(), events)
 
 
 def async_llm(config: EngineConfig) -> AsyncLLM:
@@ -145,7 +168,7 @@ def async_llm(config: EngineConfig) -> AsyncLLM:
     from kitfox.engine.client import ProcessClient
     from kitfox.plan import make_plan, settle
     from kitfox.weights.hub import resolve_model
-    from kitfox.weights.model_config import read_model_config
+    from kitfox.weights.model_config import read_generation_defaults, read_model_config
 
     path = resolve_model(config.model.model, revision=config.model.revision).path
     model_config = read_model_config(path)
@@ -158,4 +181,5 @@ def async_llm(config: EngineConfig) -> AsyncLLM:
         max_model_len=plan.max_model_len,
         num_blocks=plan.num_blocks,
         start_engine=lambda: ProcessClient(config, plan.num_blocks, run_engine),
+        default_sampling_params=read_generation_defaults(path, config.model),
     )

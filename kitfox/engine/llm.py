@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from kitfox.config import CacheConfig, DeviceConfig, EngineConfig, ModelOptions, SchedulerConfig
+from kitfox.config import POOLINGS, CacheConfig, DeviceConfig, EngineConfig, ModelOptions, Pooling, SchedulerConfig
 from kitfox.engine.client import InProcessClient
 from kitfox.engine.input_processor import EngineLimits, InputProcessor
 from kitfox.engine.output_processor import OutputProcessor
 from kitfox.errors import ConfigError, InvalidParameterError, KitfoxError
 from kitfox.outputs import CompletionOutput, EngineStats, RequestOutput
-from kitfox.request import SamplingParams
+from kitfox.request import EngineRequest, SamplingParams
 from kitfox.tokenizer import load_tokenizer
 
 Prompt = str | list[int] | dict[str, Any]
@@ -35,7 +35,7 @@ class LLM:
         from kitfox.engine.launch import load_core
         from kitfox.plan import make_plan, settle
         from kitfox.weights.hub import resolve_model
-        from kitfox.weights.model_config import read_model_config
+        from kitfox.weights.model_config import read_generation_defaults, read_model_config
 
         self.config = config or config_from_options(model, options)
         path = resolve_model(self.config.model.model, revision=self.config.model.revision).path
@@ -43,6 +43,7 @@ class LLM:
         plan = make_plan(self.config, self.model_config)
         self.config = settle(self.config, plan)
         self.max_model_len = plan.max_model_len
+        self.default_sampling_params = read_generation_defaults(path, self.config.model)
         tokenizer_path = Path(self.config.model.tokenizer) if self.config.model.tokenizer else path
         self.tokenizer = load_tokenizer(tokenizer_path, self.config.model.chat_template)
         core = load_core(self.config, self.model_config, path, plan.num_blocks, lambda name, seconds: None)
@@ -54,7 +55,9 @@ class LLM:
                 max_model_len=self.max_model_len,
                 num_blocks=plan.num_blocks,
                 eos_token_ids=self.tokenizer.eos_token_ids,
-            )
+                default_max_tokens=self.default_sampling_params.get("max_tokens"),
+            ),
+            self.tokenizer,
         )
         self._output_processor = OutputProcessor(self.tokenizer)
         self._num_requests = 0
@@ -76,17 +79,15 @@ class LLM:
 
         Args:
             prompts: texts, lists of token ids, or `{"prompt": ...}` / `{"prompt_token_ids": ...}`; one or several.
-            sampling_params: one for all, or one for each.
+            sampling_params: one for all, or one for each; None means `default_sampling_params`.
             use_tqdm: show a progress bar.
 
         Raises:
             RequestError: one of the prompts or its parameters is wrong; none is then started.
         """
-        several: Sequence[Any] = [prompts]
-        if isinstance(prompts, list | tuple) and not _is_token_ids(prompts):
-            several = prompts
-        encoded = [self._encode(prompt) for prompt in several]
-        params = _one_for_each(sampling_params or SamplingParams(), len(encoded), "sampling_params")
+        encoded = [self._encode(prompt) for prompt in _several(prompts)]
+        wanted = sampling_params or SamplingParams(**self.default_sampling_params)
+        params = _one_for_each(wanted, len(encoded), "sampling_params")
         priorities = _one_for_each(priority or 0, len(encoded), "priority")
         checked = []
         for (text, token_ids), sampling, rank in zip(encoded, params, priorities, strict=True):
@@ -95,10 +96,7 @@ class LLM:
                 token_ids, sampling, request_id=str(self._num_requests), priority=rank, cache_salt=cache_salt
             )
             checked.append((requests, sampling, text))
-        for requests, sampling, text in checked:
-            self._output_processor.add_request(requests, sampling, text)
-            self._client.add_requests(requests)
-        return self._run([requests[0].request_id for requests, _, _ in checked], use_tqdm)
+        return self._answer(checked, use_tqdm)
 
     def chat(
         self,
@@ -112,6 +110,45 @@ class LLM:
         conversations = messages if messages and isinstance(messages[0], list) else [messages]
         prompts = [self.tokenizer.encode_chat(list(c), **template_options) for c in conversations]  # type: ignore[arg-type]
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
+
+    def embed(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        *,
+        pooling: Pooling | None = None,
+        normalize: bool = True,
+        use_tqdm: bool = True,
+    ) -> list[list[float]]:
+        """One vector for each prompt, of the model's last hidden states.
+
+        Args:
+            prompts: as in `generate`.
+            pooling: "mean" of all tokens or the "last" one; None means what the configuration says.
+            normalize: make every vector of length 1.
+
+        Raises:
+            RequestError: one of the prompts is wrong; none is then computed.
+        """
+        how = self.config.model.pooling if pooling is None else pooling
+        if how not in POOLINGS:
+            raise InvalidParameterError("pooling", f"must be one of {', '.join(POOLINGS)}", how)
+        sampling = SamplingParams(max_tokens=0)
+        checked = []
+        for text, token_ids in map(self._encode, _several(prompts)):
+            self._num_requests += 1
+            requests = self._input_processor.process(
+                token_ids, sampling, request_id=str(self._num_requests), pooling=how
+            )
+            checked.append((requests, sampling, text))
+        return [output.vector(normalize=normalize).tolist() for output in self._answer(checked, use_tqdm)]
+
+    def _answer(
+        self, checked: list[tuple[list[EngineRequest], SamplingParams, str | None]], use_tqdm: bool
+    ) -> list[RequestOutput]:
+        for requests, sampling, text in checked:
+            self._output_processor.add_request(requests, sampling, text)
+            self._client.add_requests(requests)
+        return self._run([requests[0].request_id for requests, _, _ in checked], use_tqdm)
 
     def _encode(self, prompt: Any) -> tuple[str | None, list[int]]:
         if isinstance(prompt, dict):
@@ -169,6 +206,11 @@ def config_from_options(model: str, options: dict[str, Any]) -> EngineConfig:
     return EngineConfig(**sections)
 
 
+def _several(prompts: Prompt | Sequence[Prompt]) -> Sequence[Any]:
+    """One prompt is a list of one; token ids are one prompt."""
+    return prompts if isinstance(prompts, list | tuple) and not _is_token_ids(prompts) else [prompts]
+
+
 def _is_token_ids(prompt: object) -> bool:
     return isinstance(prompt, list | tuple) and bool(prompt) and all(type(token) is int for token in prompt)
 
@@ -204,6 +246,7 @@ def _merge(wholes: dict[str, RequestOutput], delta: RequestOutput) -> None:
         answer.finish_reason = piece.finish_reason
         answer.stop_reason = piece.stop_reason
     whole.prompt_logprobs = delta.prompt_logprobs or whole.prompt_logprobs
+    whole.embedding = delta.embedding
     whole.finished = delta.finished
     whole.timings = delta.timings
 

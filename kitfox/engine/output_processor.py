@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, field
 
+from kitfox.engine.stop_regex import StopAutomaton, StopRegexes
 from kitfox.outputs import (
     CompletionOutput,
     EngineOutput,
@@ -12,7 +13,7 @@ from kitfox.outputs import (
     RequestTimings,
     TokenLogprobs,
 )
-from kitfox.request import EngineRequest, FinishReason, SamplingParams
+from kitfox.request import EngineRequest, FinishReason, RepetitionDetection, SamplingParams
 from kitfox.tokenizer import IncrementalDetokenizer, Tokenizer
 
 
@@ -60,15 +61,68 @@ class StopStrings:
         return 0
 
 
+class StopTexts:
+    """Stop strings, and patterns in what they let through."""
+
+    def __init__(self, strings: StopStrings, regexes: StopRegexes):
+        self._strings = strings
+        self._regexes = regexes
+
+    @property
+    def matched(self) -> str | None:
+        return self._strings.matched if self._regexes.matched is None else self._regexes.matched
+
+    def add(self, text: str, *, may_stop: bool = True) -> str:
+        """As `StopStrings.add`."""
+        shown = self._regexes.add(self._strings.add(text, may_stop=may_stop), may_stop=may_stop)
+        return shown if self._strings.matched is None else shown + self._regexes.flush()
+
+    def flush(self) -> str:
+        """The held-back text, when nothing more will come; it may still hold a match of a pattern."""
+        return self._regexes.add(self._strings.flush()) + self._regexes.flush()
+
+
+class RepetitionDetector:
+    """Whether an answer's last tokens repeat one pattern. A token costs a comparison for each size of a pattern."""
+
+    def __init__(self, wanted: RepetitionDetection):
+        self._first_size = wanted.min_pattern_size
+        self._min_count = wanted.min_count
+        self._max_size = wanted.max_pattern_size
+        self._recent: list[int] = []
+        # For each size: how many of the last tokens in a row equal the one that far before them.
+        self._runs = [0] * (wanted.max_pattern_size - wanted.min_pattern_size + 1)
+
+    def add(self, token_id: int) -> bool:
+        """Take the next token; returns whether the pattern is complete."""
+        recent = self._recent
+        found = False
+        for position, run in enumerate(self._runs):
+            size = self._first_size + position
+            run = run + 1 if size <= len(recent) and recent[-size] == token_id else 0
+            self._runs[position] = run
+            found = found or run >= size * (self._min_count - 1)
+        recent.append(token_id)
+        if len(recent) > 2 * self._max_size:
+            del recent[: -self._max_size]
+        return found
+
+
 @dataclass
 class _Answer:
-    """One of the n answers while it grows."""
+    """One of the n answers while it grows.
+
+    Attributes:
+        waiting: what stream_interval keeps back; None before anything was sent.
+    """
 
     index: int
     detokenizer: IncrementalDetokenizer
-    stops: StopStrings
+    stops: StopStrings | StopTexts
+    repetition: RepetitionDetector | None
     num_tokens: int = 0
     finished: bool = False
+    waiting: CompletionOutput | None = None
 
 
 @dataclass
@@ -105,13 +159,19 @@ class OutputProcessor:
     def add_request(self, requests: list[EngineRequest], sampling: SamplingParams, prompt: str | None) -> None:
         """Open the state for the n engine requests of one prompt."""
         first = requests[0]
+        automaton = StopAutomaton(sampling.stop_regex) if sampling.stop_regex else None
+        detection = sampling.repetition_detection
         answers = {
             request.request_id: _Answer(
                 index,
                 IncrementalDetokenizer(
-                    self._tokenizer, request.prompt_token_ids, skip_special_tokens=sampling.skip_special_tokens
+                    self._tokenizer,
+                    request.prompt_token_ids,
+                    skip_special_tokens=sampling.skip_special_tokens,
+                    kept_special_ids=sampling.kept_special_ids,
                 ),
-                StopStrings(sampling.stop, include_in_output=sampling.include_stop_str_in_output),
+                _make_stops(sampling, automaton),
+                None if detection is None else RepetitionDetector(detection),
             )
             for index, request in enumerate(requests)
         }
@@ -132,6 +192,12 @@ class OutputProcessor:
             del self._owner[engine_id]
         return unfinished
 
+    def engine_request_ids(self, request_id: str) -> list[str]:
+        """Of its n answers, those that are not finished; empty for an unknown id."""
+        state = self._states.get(request_id)
+        answers = {} if state is None else state.answers
+        return [engine_id for engine_id, answer in answers.items() if not answer.finished]
+
     def unfinished_request_ids(self) -> list[str]:
         return list(self._states)
 
@@ -139,7 +205,8 @@ class OutputProcessor:
         """Turn a step's news into text.
 
         Returns:
-            Deltas, one a request with news; and the engine request ids that a stop string ended, for the core to abort.
+            Deltas, one a request with news; and the engine request ids that ended here, by a stop string and the like,
+            for the core to abort.
         """
         news: dict[str, RequestOutput] = {}
         to_abort: list[str] = []
@@ -152,13 +219,16 @@ class OutputProcessor:
             delta = self._advance(state, answer, output)
             if answer.finished and output.finish_reason is None:
                 to_abort.append(output.request_id)
+            if state.sampling.stream_interval > 1 and not self._is_due(state.sampling, answer, delta):
+                continue
             if request_id not in news:
                 news[request_id] = RequestOutput(
                     request_id=request_id, prompt=state.prompt, prompt_token_ids=state.prompt_token_ids, outputs=[]
                 )
             news[request_id].outputs.append(delta)
+            news[request_id].embedding = output.embedding
             if answer.finished:
-                self._close(state, output)
+                self._close(state, answer, output)
         for request_id, request_output in news.items():
             self._complete(self._states[request_id], request_output)
         return list(news.values()), to_abort
@@ -169,8 +239,9 @@ class OutputProcessor:
             state.num_cached_tokens = output.num_cached_tokens
         state.prompt_logprobs.extend(output.prompt_logprobs)
         sampling = state.sampling
-        delta = CompletionOutput(index=answer.index)
+        delta = CompletionOutput(index=answer.index, num_preemptions=output.num_preemptions)
         ended_by_token = output.finish_reason is FinishReason.STOP
+        repeats = False
         text = ""
         for position, token_id in enumerate(output.new_token_ids):
             delta.token_ids.append(token_id)
@@ -179,16 +250,22 @@ class OutputProcessor:
             if is_stop_token and not (sampling.include_stop_str_in_output and not sampling.skip_special_tokens):
                 break
             new_text = answer.detokenizer.add([token_id])
-            text += answer.stops.add(new_text, may_stop=answer.num_tokens > sampling.min_tokens)
+            may_stop = answer.num_tokens > sampling.min_tokens
+            text += answer.stops.add(new_text, may_stop=may_stop)
             if answer.stops.matched is not None:
                 break
+            if answer.repetition is not None and answer.repetition.add(token_id) and may_stop:
+                repeats = True
+                break
+        if answer.stops.matched is None and (repeats or output.finish_reason is not None):
+            text += answer.stops.add(answer.detokenizer.flush()) + answer.stops.flush()
+            delta.finish_reason = FinishReason.REPETITION if repeats else output.finish_reason
+            if repeats:
+                delta.stop_reason = "repetition_detected"
+            elif output.stop_reason in sampling.stop_token_ids:
+                delta.stop_reason = output.stop_reason
         if answer.stops.matched is not None:
             delta.finish_reason, delta.stop_reason = FinishReason.STOP, answer.stops.matched
-        elif output.finish_reason is not None:
-            text += answer.stops.add(answer.detokenizer.flush()) + answer.stops.flush()
-            delta.finish_reason = output.finish_reason
-            if output.stop_reason in sampling.stop_token_ids:
-                delta.stop_reason = output.stop_reason
         if output.error is not None:
             state.error = output.error
         if sampling.logprobs is not None:
@@ -197,14 +274,37 @@ class OutputProcessor:
         answer.finished = delta.finish_reason is not None
         return delta
 
-    def _close(self, state: _RequestState, output: EngineOutput) -> None:
+    @staticmethod
+    def _is_due(sampling: SamplingParams, answer: _Answer, delta: CompletionOutput) -> bool:
+        """Whether to send a delta, which then holds what waited; else it waits itself."""
+        waited = answer.waiting
+        if waited is not None:
+            delta.text = waited.text + delta.text
+            delta.token_ids = waited.token_ids + delta.token_ids
+            if delta.logprobs is not None:
+                delta.logprobs = (waited.logprobs or []) + delta.logprobs
+        due = waited is None or answer.finished or len(delta.token_ids) >= sampling.stream_interval
+        if not due:
+            answer.waiting = delta
+        elif delta.token_ids:
+            answer.waiting = CompletionOutput(index=answer.index)
+        return due
+
+    def _close(self, state: _RequestState, answer: _Answer, output: EngineOutput) -> None:
         state.num_unfinished -= 1
         del self._owner[output.request_id]
-        if output.request_id == state.request_id:
+        if output.request_id == state.request_id and output.finish_reason is not FinishReason.ABORT:
             queue_s, prefill_s = output.queue_time_s, output.prefill_time_s
             decode_s = time.monotonic() - state.arrival_time_s - queue_s - prefill_s
+            num_computed = len(state.prompt_token_ids) - (state.num_cached_tokens or 0)
+            num_decoded = answer.num_tokens - 1
             state.timings = RequestTimings(
-                queue_s=queue_s, prefill_s=prefill_s, decode_s=max(decode_s, 0.0), ttft_s=queue_s + prefill_s
+                queue_s=queue_s,
+                prefill_s=prefill_s,
+                decode_s=max(decode_s, 0.0),
+                ttft_s=queue_s + prefill_s,
+                prefill_tokens_per_s=num_computed / prefill_s if prefill_s > 0 else None,
+                decode_tokens_per_s=num_decoded / decode_s if num_decoded > 0 and decode_s > 0 else None,
             )
 
     def _complete(self, state: _RequestState, request_output: RequestOutput) -> None:
@@ -217,3 +317,9 @@ class OutputProcessor:
             request_output.finished = True
             request_output.timings = state.timings
             del self._states[state.request_id]
+
+
+def _make_stops(sampling: SamplingParams, automaton: StopAutomaton | None) -> StopStrings | StopTexts:
+    include = sampling.include_stop_str_in_output
+    strings = StopStrings(sampling.stop, include_in_output=include)
+    return strings if automaton is None else StopTexts(strings, StopRegexes(automaton, include_in_output=include))

@@ -147,6 +147,7 @@ class Scheduler:
                     stop_token_ids=tuple(request.stop_token_ids),
                     block_ids=allocation.block_ids,
                     num_computed_tokens=request.num_computed_tokens,
+                    pooling=request.pooling,
                 )
             )
 
@@ -232,10 +233,13 @@ class Scheduler:
             else:  # what it computed is not to be trusted, so nothing of this step is published
                 accepted = []
                 request.finish_reason = FinishReason.ERROR
+            embedding = output.embeddings.get(request_id)
+            if embedding is not None:
+                request.finish_reason = FinishReason.STOP
             prompt_logprobs = output.prompt_logprobs.get(request_id, [])
             if accepted or prompt_logprobs or request.finish_reason is not None:
                 logprobs = output.logprobs.get(request_id, [])[: len(accepted)]
-                news.append(self._news(request, accepted, logprobs, prompt_logprobs, error))
+                news.append(self._news(request, accepted, logprobs, prompt_logprobs, embedding, error))
             if request.finish_reason is not None:
                 self._finish(request, request.finish_reason)
         return news
@@ -268,6 +272,7 @@ class Scheduler:
         accepted: list[int],
         logprobs: list[TokenLogprobs],
         prompt_logprobs: list[TokenLogprobs],
+        embedding: bytes | None,
         error: str | None,
     ) -> EngineOutput:
         now = time.monotonic()
@@ -283,6 +288,7 @@ class Scheduler:
             stop_reason=request.stop_reason,
             queue_time_s=started - request.arrival_time_s,
             prefill_time_s=(request.first_token_time_s or now) - started,
+            embedding=embedding,
             error=error,
         )
 

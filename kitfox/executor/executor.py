@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import time
@@ -52,11 +53,11 @@ class Executor:
             self.model.load_weights(iter_weights(path, model_config, keep_quantized=self.kernels.keeps_quantized))
         on_phase("load weights", time.monotonic() - started)
         started = time.monotonic()
-        kv_shape = (num_blocks, config.cache.block_size, model_config.num_kv_heads, model_config.head_dim)
-        kv_caches = [self.kernels.make_kv_cache(*kv_shape) for _ in range(model_config.num_layers)]
+        self._num_layers = model_config.num_layers
+        self._kv_shape = (num_blocks, config.cache.block_size, model_config.num_kv_heads, model_config.head_dim)
         self.runner = ModelRunner(
             self.model,
-            kv_caches,
+            self._make_kv_caches(),
             max_num_seqs=config.scheduler.max_num_seqs,
             max_model_len=resolve_max_model_len(config, model_config),
             block_size=config.cache.block_size,
@@ -82,6 +83,22 @@ class Executor:
     def execute(self, scheduled: SchedulerOutput) -> ModelRunnerOutput:
         """Run one step; blocks until its tokens are known."""
         return self.runner.execute(scheduled)
+
+    def release_kv_cache(self) -> None:
+        """Give the KV cache's memory back, with what is in it; no tokens until `restore_kv_cache`."""
+        self.runner.use_kv_caches([])
+        gc.unfreeze()  # a recorded forward pass is full of cycles, and was frozen with all that was loaded
+        gc.collect()
+        gc.freeze()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def restore_kv_cache(self) -> None:
+        """Take as much memory again, empty."""
+        self.runner.use_kv_caches(self._make_kv_caches())
+
+    def _make_kv_caches(self) -> list[torch.Tensor]:
+        return [self.kernels.make_kv_cache(*self._kv_shape) for _ in range(self._num_layers)]
 
 
 def make_kernels(config: EngineConfig, precision: Precision, device: torch.device) -> Kernels:

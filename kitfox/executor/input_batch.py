@@ -7,7 +7,9 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
+from kitfox.config import Pooling
 from kitfox.request import SamplingParams
 from kitfox.sampling.sampler import is_plain_greedy
 from kitfox.step import CachedRequest, NewRequest, SchedulerOutput
@@ -27,6 +29,8 @@ class RequestRow:
     num_computed_tokens: int
     seed: int
     is_plain_greedy: bool
+    pooling: Pooling | None = None
+    hidden_sum: torch.Tensor | None = None  # of the tokens computed so far, for mean pooling
 
 
 @dataclass(frozen=True)
@@ -98,6 +102,7 @@ class InputBatch:
             num_computed_tokens=new.num_computed_tokens,
             seed=self._seed_of(new.request_id) if seed is None else seed,
             is_plain_greedy=is_plain_greedy(new.sampling, new.stop_token_ids),
+            pooling=new.pooling,
         )
 
     def _seed_of(self, request_id: str) -> int:

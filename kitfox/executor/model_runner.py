@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 
 from kitfox.attention.backend import ForwardBatch, make_attention_backend
@@ -14,9 +15,10 @@ from kitfox.sampling.native_sampler import NativeSampler
 from kitfox.sampling.sampler import Sampler, SamplingRow, prompt_logprobs
 from kitfox.step import BlockCopy, ModelRunnerOutput, SchedulerOutput
 
+NO_EMBEDDING = "no embedding could be made: the model's hidden states hold NaN or infinity"
 NO_TOKEN = (
     "no token could be chosen: the model's logits hold NaN or infinity, or every token was ruled out "
-    "(logit_bias, min_tokens)"
+    "(allowed_token_ids, bad_words, logit_bias, min_tokens)"
 )
 
 
@@ -36,19 +38,24 @@ class ModelRunner:
     ):
         """kv_caches: one per layer, from the model's kernels."""
         self.model = model
-        self.kv_caches = kv_caches
         self.device = model.kernels.device
         self.attention = make_attention_backend(model.kernels)
-        self.program: StepProgram | None = None
         self.description = "eager steps"
+        self._enforce_eager = enforce_eager
+        self.use_kv_caches(kv_caches)
         native: NativeSampler | None = None
         if isinstance(model.kernels, NativeKernels):
             native = NativeSampler(model.kernels.library, model.kernels.context)
-            if not enforce_eager:
-                self._capture(model.kernels)
         self.native_sampler = native
         self.sampler = Sampler(native)
         self.input_batch = InputBatch(max_num_seqs, max_model_len, block_size, seed)
+
+    def use_kv_caches(self, kv_caches: list[torch.Tensor]) -> None:
+        """Compute with these from now on; with none, until there are some again, nothing can be computed."""
+        self.kv_caches = kv_caches
+        self.program: StepProgram | None = None  # it points into the old ones
+        if kv_caches and isinstance(self.model.kernels, NativeKernels) and not self._enforce_eager:
+            self._capture(self.model.kernels)
 
     def _capture(self, kernels: NativeKernels) -> None:
         try:
@@ -67,8 +74,15 @@ class ModelRunner:
         step = self.input_batch.gather(scheduled.num_scheduled_tokens)
         hidden = self.forward(self._forward_batch(step))
         prompt = self._prompt_logprobs(step, hidden)
+        embeddings, bad_embeddings = self._pool(step, hidden)
         sampled, logprobs, errors = self._sample(step, hidden)
-        return ModelRunnerOutput(sampled_token_ids=sampled, logprobs=logprobs, prompt_logprobs=prompt, errors=errors)
+        return ModelRunnerOutput(
+            sampled_token_ids=sampled,
+            logprobs=logprobs,
+            prompt_logprobs=prompt,
+            embeddings=embeddings,
+            errors=errors | bad_embeddings,
+        )
 
     def forward(self, batch: ForwardBatch, *, captured: bool = True) -> torch.Tensor:
         """Hidden states [T, hidden] of a batch whose attention is ours: replayed, if the forward pass is captured."""
@@ -105,8 +119,11 @@ class ModelRunner:
         self, step: StepInputs, hidden: torch.Tensor
     ) -> tuple[dict[str, list[int]], dict[str, list[TokenLogprobs]], dict[str, str]]:
         last_tokens = step.query_start_loc[1:] - 1
-        rows = [row for row, samples in zip(step.rows, step.samples, strict=True) if samples]
-        indices = last_tokens[step.samples].tolist()
+        rows, indices = [], []
+        for row, samples, index in zip(step.rows, step.samples.tolist(), last_tokens.tolist(), strict=True):
+            if samples and row.pooling is None:
+                rows.append(row)
+                indices.append(index)
         plain = [i for i, row in enumerate(rows) if row.is_plain_greedy]
         others = [i for i, row in enumerate(rows) if not row.is_plain_greedy]
         token_ids: list[int | None] = [None] * len(rows)
@@ -130,6 +147,30 @@ class ModelRunner:
                 self.input_batch.append_sampled(row, token_id)
                 sampled[row.request_id] = [token_id]
         return sampled, reported, errors
+
+    def _pool(self, step: StepInputs, hidden: torch.Tensor) -> tuple[dict[str, bytes], dict[str, str]]:
+        """The vectors of pooling requests that end in this step, and what is wrong with those that have none."""
+        embeddings: dict[str, bytes] = {}
+        errors: dict[str, str] = {}
+        for index, row in enumerate(step.rows):
+            if row.pooling is None:
+                continue
+            states = hidden[int(step.query_start_loc[index]) : int(step.query_start_loc[index + 1])]
+            if row.pooling == "last":
+                pooled = states[-1]
+            else:
+                # In float64 the order of summation, and so how a prompt was split, is far below what float32 shows.
+                chunk_sum = states.sum(0, dtype=torch.float64)
+                row.hidden_sum = chunk_sum if row.hidden_sum is None else row.hidden_sum + chunk_sum
+                pooled = row.hidden_sum / row.num_tokens
+            if not step.samples[index]:
+                continue
+            vector = pooled.to("cpu", torch.float32).numpy().astype("<f4")
+            if np.isfinite(vector).all():
+                embeddings[row.request_id] = vector.tobytes()
+            else:
+                errors[row.request_id] = NO_EMBEDDING
+        return embeddings, errors
 
     def _sampling_row(self, row: RequestRow) -> SamplingRow:
         tokens = self.input_batch.tokens(row, 0, row.num_tokens)
@@ -161,5 +202,6 @@ class ModelRunner:
                 targets,
                 num_top,
                 native=self.native_sampler,
+                named=row.sampling.logprob_token_ids,
             )
         return reported

@@ -150,8 +150,8 @@ class BlockPool:
         self.free_queue.prepend_all(worthless)
 
     def forget_content(self) -> None:
-        """Make every block worthless; the order of the queue stays."""
-        for block in self.blocks:
+        """Make every free block worthless; the order of the queue stays."""
+        for block in self.free_queue:
             block.content = None
         self.num_findable_free = 0
 

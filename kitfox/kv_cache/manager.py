@@ -81,7 +81,7 @@ class BlocksRemoved(KVCacheEvent, frozen=True, tag="removed"):
 
 
 class AllCleared(KVCacheEvent, frozen=True, tag="cleared"):
-    """The whole cache was reset."""
+    """Nothing is findable any more: the whole cache was reset."""
 
 
 @dataclass
@@ -178,7 +178,11 @@ class KVCacheManager(ABC):
 
     @abstractmethod
     def reset(self) -> bool:
-        """Forget everything cached. False, with nothing changed, while any request holds blocks."""
+        """Forget what is cached and not in use; requests that run notice nothing.
+
+        Returns:
+            Whether nothing is cached any more: always so while no request holds blocks.
+        """
 
     @abstractmethod
     def take_events(self) -> list[KVCacheEvent]:

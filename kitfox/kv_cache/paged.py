@@ -197,25 +197,35 @@ class PagedKVCacheManager(KVCacheManager):
 
     def _forget(self, blocks: list[Block]) -> None:
         """Evict the content of blocks that are about to be reused."""
-        gone: list[str] = []
+        cached = [block for block in blocks if block.content is not None]
+        if not cached:
+            return
+        gone = self._unpublish(cached)
+        self.stats.evicted_tokens += self.block_size * len(cached)
+        for block_hash in gone:
+            self._evicted[block_hash] = None
+            if len(self._evicted) > MAX_EVICTED_REMEMBERED:
+                self._evicted.popitem(last=False)
+        self._record_removed(gone)
+
+    def _unpublish(self, blocks: list[Block]) -> list[bytes]:
+        """Make cached blocks worthless; returns the hashes that no block has any more."""
+        gone: list[bytes] = []
         for block in blocks:
             content = block.content
-            if content is None:
-                continue
             assert isinstance(content, CachedBlock)
             copies = self._by_hash[content.block_hash]
             copies.remove(block)
             block.content = None
             self._num_cached_blocks -= 1
-            self.stats.evicted_tokens += self.block_size
             if not copies:
                 del self._by_hash[content.block_hash]
-                gone.append(content.block_hash.hex())
-                self._evicted[content.block_hash] = None
-                if len(self._evicted) > MAX_EVICTED_REMEMBERED:
-                    self._evicted.popitem(last=False)
-        if gone and self._events is not None:
-            self._events.append(BlocksRemoved(gone))
+                gone.append(content.block_hash)
+        return gone
+
+    def _record_removed(self, hashes: list[bytes]) -> None:
+        if hashes and self._events is not None:
+            self._events.append(BlocksRemoved([block_hash.hex() for block_hash in hashes]))
 
     # --- publishing and giving up ---------------------------------------------------------------------------------
 
@@ -258,13 +268,13 @@ class PagedKVCacheManager(KVCacheManager):
             self.pool.release(table.blocks[::-1])
 
     def reset(self) -> bool:
-        if self._tables:
-            return False
+        gone = self._unpublish([block for block in self.pool.free_queue if block.content is not None])
         self.pool.forget_content()
-        self._by_hash.clear()
+        if self._num_cached_blocks:
+            self._record_removed(gone)
+            return False
         self._evicted.clear()
         self._salts.clear()
-        self._num_cached_blocks = 0
         if self._events is not None:
             self._events.append(AllCleared())
         return True

@@ -367,17 +367,23 @@ class RadixKVCacheManager(KVCacheManager):
         self._offer(table.node)
 
     def reset(self) -> bool:
-        if self._tables:
-            return False
-        for root in self._roots.values():
-            for node in self._subtree(root):
-                for block in node.blocks:
-                    self._recount(block, nodes=-1)
-        self._roots.clear()
+        unlocked = [node for root in self._roots.values() for node in self._subtree(root) if not node.lock_ref]
+        for node in reversed(unlocked):  # children before their parents
+            if node.parent is None:
+                del self._roots[node.salt]
+                continue
+            del node.parent.children[node.tokens[0]]
+            node.parent = None
+            self._num_nodes -= 1
+            for block in node.blocks:
+                self._recount(block, nodes=-1)
         self._heap.clear()
-        self._evicted.clear()
-        self._num_nodes = 0
         self._version += 1
+        if self._num_nodes:
+            if unlocked and self._events is not None:
+                self._events.append(BlocksRemoved([str(node.node_id) for node in unlocked if node.tokens]))
+            return False
+        self._evicted.clear()
         if self._events is not None:
             self._events.append(AllCleared())
         return True

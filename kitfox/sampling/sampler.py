@@ -1,13 +1,14 @@
 """From logits to tokens and their log-probabilities, one independent row a request.
 
-Order: logit_bias, the mask of min_tokens, penalties, temperature, top_k, top_p, min_p. Then one uniform number, a hash
-of (seed key, position), is looked up in the cumulative distribution of what is left. There is no generator with state,
-so a seeded request draws the same tokens in any company and after any preemption.
+Order: logit_bias, the masks of allowed_token_ids, bad_words and min_tokens, penalties, temperature, top_k, top_p,
+min_p. Then one uniform number, a hash of (seed key, position), is looked up in the cumulative distribution of what is
+left. There is no generator with state, so a seeded request draws the same tokens in any company and after any
+preemption.
 
 The arithmetic of a row is its own. On the host csrc/sample.h does it; without that library, or for logits on another
 device, numpy does, in float64 and row by row, but for the largest logit and the log-softmax, which torch computes
-row-locally. Both adjust the same few float32 logits here first. They draw the same token from the same number, unless
-that number is within rounding of the boundary between two tokens.
+row-locally. Both adjust the same float32 logits, mostly few of them, here first. They draw the same token from the same
+number, unless that number is within rounding of the boundary between two tokens.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -42,7 +44,8 @@ class SamplingRow:
     """What the sampler needs to know about one request.
 
     Attributes:
-        prompt_token_ids, output_token_ids: what penalties count; output_token_ids also tells whether min_tokens is met.
+        prompt_token_ids, output_token_ids: what penalties count; output_token_ids also tells whether min_tokens is met
+            and which token would complete a bad sequence.
         stop_token_ids: masked until there are min_tokens of output.
         position: of the token to be sampled, counted from the start of the prompt.
         seed_key: the request's seed, or a random number that the runner keeps for the request's life.
@@ -58,6 +61,17 @@ class SamplingRow:
     @cached_property
     def masks_stop_tokens(self) -> bool:
         return len(self.output_token_ids) < self.sampling.min_tokens and bool(self.stop_token_ids)
+
+    @cached_property
+    def masked_token_ids(self) -> list[int]:
+        """Tokens that min_tokens forbids, or that would complete a bad sequence."""
+        masked = list(self.stop_token_ids) if self.masks_stop_tokens else []
+        sequences = self.sampling.bad_token_sequences
+        if sequences:
+            longest = max(map(len, sequences))
+            tail = tuple(_as_ids(self.output_token_ids)[-longest:].tolist())
+            masked += [ids[-1] for ids in sequences if tail[max(len(tail) - len(ids) + 1, 0) :] == ids[:-1]]
+        return masked
 
     @cached_property
     def adjusts_logits(self) -> bool:
@@ -83,6 +97,8 @@ def is_plain_greedy(sampling: SamplingParams, stop_token_ids: tuple[int, ...]) -
 def _changes_logits(sampling: SamplingParams) -> bool:
     return (
         bool(sampling.logit_bias)
+        or bool(sampling.allowed_token_ids)
+        or bool(sampling.bad_token_sequences)
         or sampling.repetition_penalty != 1.0
         or sampling.presence_penalty != 0.0
         or sampling.frequency_penalty != 0.0
@@ -137,7 +153,8 @@ class Sampler:
         wanted = [i for i in others if rows[i].sampling.logprobs is not None and tokens[i] is not None]
         chosen = [token for token in (tokens[i] for i in wanted) if token is not None]
         num_top = [rows[i].sampling.logprobs or 0 for i in wanted]
-        for i, entry in zip(wanted, _token_logprobs(native, logits, wanted, chosen, num_top), strict=True):
+        named = [rows[i].sampling.logprob_token_ids for i in wanted]
+        for i, entry in zip(wanted, _token_logprobs(native, logits, wanted, chosen, num_top, named), strict=True):
             logprobs[i] = entry
         return tokens, logprobs
 
@@ -156,7 +173,7 @@ def _choose_all_natively(
     adjusting = [i for i in others if rows[i].adjusts_logits]
     host_logits: Logits = logits.numpy()
     concerned = [_adjusted_ids(rows[i]) for i in adjusting]
-    untouched = [host_logits[i, ids] for i, ids in zip(adjusting, concerned, strict=True)]
+    untouched = [host_logits[i, ids].copy() for i, ids in zip(adjusting, concerned, strict=True)]
     try:
         for i in adjusting:
             _adjust(host_logits[i], rows[i])
@@ -198,16 +215,21 @@ def _choose(logits: Floats, row: SamplingRow) -> int | None:
 
 
 def _adjust(logits: Logits, row: SamplingRow) -> None:
-    """Apply logit_bias, the mask of min_tokens and penalties to one row [V]; touches the tokens concerned only.
+    """Apply logit_bias, masks and penalties to one row [V]; touches only what `_adjusted_ids` says.
 
     A logit that is NaN or +inf stays one of the two, so that the row is still seen to have no distribution.
     """
     sampling = row.sampling
     if sampling.logit_bias:
         logits[list(sampling.logit_bias)] += np.array(list(sampling.logit_bias.values()))
-    if row.masks_stop_tokens:
+    if sampling.allowed_token_ids:
+        forbidden = np.full(logits.shape, np.inf, np.float32)
+        forbidden[list(sampling.allowed_token_ids)] = 0.0
         with np.errstate(invalid="ignore"):
-            logits[list(row.stop_token_ids)] -= np.inf
+            logits -= forbidden
+    if row.masked_token_ids:
+        with np.errstate(invalid="ignore"):
+            logits[row.masked_token_ids] -= np.inf
     if sampling.repetition_penalty != 1.0:
         seen = np.concatenate((_as_ids(row.prompt_token_ids), _as_ids(row.output_token_ids)))
         values = logits[seen]  # a token that occurs twice is written twice, not penalised twice
@@ -218,12 +240,12 @@ def _adjust(logits: Logits, row: SamplingRow) -> None:
         logits[used] -= sampling.presence_penalty + sampling.frequency_penalty * counts
 
 
-def _adjusted_ids(row: SamplingRow) -> Ids:
+def _adjusted_ids(row: SamplingRow) -> Ids | slice:
     """All ids, some of them more than once, whose logits `_adjust` may change."""
     sampling = row.sampling
-    concerned = [_as_ids(list(sampling.logit_bias)), _as_ids(row.output_token_ids)]
-    if row.masks_stop_tokens:
-        concerned.append(_as_ids(row.stop_token_ids))
+    if sampling.allowed_token_ids:
+        return slice(None)
+    concerned = [_as_ids(list(sampling.logit_bias)), _as_ids(row.output_token_ids), _as_ids(row.masked_token_ids)]
     if sampling.repetition_penalty != 1.0:
         concerned.append(_as_ids(row.prompt_token_ids))
     return np.concatenate(concerned)
@@ -293,15 +315,28 @@ def _token_logprobs(
     indices: Sequence[int],
     token_ids: Sequence[int],
     num_top: Sequence[int],
+    named: Sequence[tuple[int, ...]],
 ) -> list[TokenLogprobs]:
-    """Log-probabilities of one token and the num_top[i] best of the rows `indices` of logits [n, V] float32.
+    """Log-probabilities of one token, the num_top[i] best and the tokens named[i] of the rows `indices` of logits.
 
-    A token's rank is one more than the number of tokens that are more likely.
+    A token's rank is one more than the number of tokens that are more likely. logits is [n, V] float32.
     """
     if not indices:
         return []
     if native is not None:
-        return native.logprobs(logits, indices, token_ids, num_top)
+        result = native.logprobs(logits, indices, token_ids, num_top)
+    else:
+        result = _torch_logprobs(logits, indices, token_ids, num_top)
+    for position, ids in enumerate(named):
+        if ids:
+            values = torch.log_softmax(logits[indices[position]], dim=-1)[list(ids)].tolist()
+            result[position] = msgspec.structs.replace(result[position], named_logprobs=values)
+    return result
+
+
+def _torch_logprobs(
+    logits: Tensor, indices: Sequence[int], token_ids: Sequence[int], num_top: Sequence[int]
+) -> list[TokenLogprobs]:
     result: list[TokenLogprobs] = []
     chunk = _rows_per_chunk(logits.shape[1])
     for start in range(0, len(indices), chunk):
@@ -326,6 +361,7 @@ def prompt_logprobs(
     target_ids: Sequence[int],
     num_top: int,
     native: NativeSampler | None = None,
+    named: tuple[int, ...] = (),
 ) -> list[TokenLogprobs]:
     """Log-probabilities of given tokens, in chunks of rows so that all logits never exist at once.
 
@@ -335,6 +371,7 @@ def prompt_logprobs(
         target_ids: n.
         num_top: how many of the best tokens to report at each position; 0 means none.
         native: what to use for logits on the host.
+        named: further tokens to report at each position.
 
     Returns:
         One entry a target. Where logits are NaN, so are the log-probabilities.
@@ -347,6 +384,7 @@ def prompt_logprobs(
         logits = logits_fn(hidden[part]).float().contiguous()
         num_rows = logits.shape[0]
         on_host = native if logits.device.type == "cpu" else None
-        result += _token_logprobs(on_host, logits, range(num_rows), target_ids[part], [num_top] * num_rows)
+        counts, ids = [num_top] * num_rows, [named] * num_rows
+        result += _token_logprobs(on_host, logits, range(num_rows), target_ids[part], counts, ids)
         chunk = _rows_per_chunk(logits.shape[1])
     return result

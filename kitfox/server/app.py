@@ -11,6 +11,7 @@ import time
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable
 from contextlib import aclosing, asynccontextmanager
+from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -23,27 +24,38 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kitfox.errors import KitfoxError, RequestError
 from kitfox.plan import resolve_precision
-from kitfox.server.generation import Generator, check_model, served_model_names
+from kitfox.server import anthropic, responses
+from kitfox.server.access import add_access, bounded_protocol
+from kitfox.server.batches import BatchRunner, add_batch_routes
+from kitfox.server.control import add_control_routes
+from kitfox.server.conversation import ChatDialect
+from kitfox.server.embeddings import add_embedding_routes
+from kitfox.server.files import FileStore, add_file_routes
+from kitfox.server.generation import Answer, Generator, check_model, served_model_names
+from kitfox.server.logs import LoggingRequest, RequestLog, RequestRecord, current_level, current_request, set_level
 from kitfox.server.metrics import ServerMetrics
 from kitfox.server.openai import (
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
     OpenAIService,
-    Reply,
     TokenizeRequest,
     check_detokenize,
     tokenize,
 )
+from kitfox.server.openapi import add_openapi_routes
+from kitfox.server.options import ServerOptions
+from kitfox.server.parsing import add_parsing_routes
+from kitfox.server.sglang import add_native_routes
+from kitfox.server.spans import RequestSpans, otlp_exporter
 from kitfox.server.validation import convert_body, error_body, error_headers, internal_error, read_json_object
+from kitfox.weights.hub import cache_dir
 
 if TYPE_CHECKING:
     from kitfox.engine.async_llm import AsyncLLM
 
 logger = logging.getLogger("kitfox.server")
 
-DEFAULT_MAX_BODY_BYTES = 16 * 2**20
-DEFAULT_DRAIN_S = 30.0
 LAST_BYTES_S = 5  # for answers that are complete but not yet sent when the engine has ended
 KEEP_ALIVE_S = 65  # longer than the usual load balancer's 60, so that it never reuses a closing connection
 CLIENT_CLOSED_REQUEST = 499  # nobody reads it; the access log does
@@ -60,29 +72,55 @@ def error_response(error: KitfoxError) -> Response:
     return json_response(error_body(error), error.status, error_headers(error))
 
 
-def make_app(llm: AsyncLLM, *, max_body_bytes: int = DEFAULT_MAX_BODY_BYTES) -> FastAPI:
+def make_app(llm: AsyncLLM, options: ServerOptions | None = None) -> FastAPI:
     """The API over one engine. Its lifespan starts listening to the engine, and ends the engine if nobody has."""
-    metrics = ServerMetrics(llm.config, llm.max_model_len, lambda: llm.stats)
+    options = options or ServerOptions()
+    max_body_bytes = options.max_body_bytes
+    metrics = ServerMetrics(llm)
     llm.on_step = metrics.observe_step
+    request_log = RequestLog(options.log_requests)
+    endpoint = options.otlp_traces_endpoint
+    spans = RequestSpans(otlp_exporter(endpoint)) if endpoint else None
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         llm.start()
-        yield
+        async with batches.running():
+            yield
         if llm.health not in ("draining", "dead"):
             await llm.shutdown()
+        if spans is not None:
+            await asyncio.to_thread(spans.close)
 
     app = FastAPI(
         title="kitfox", version=version(), lifespan=lifespan, redirect_slashes=False, docs_url=None, redoc_url=None,
         openapi_url=None,
     )  # fmt: skip
-    app.add_middleware(_EveryRequest, metrics=metrics)
+    add_access(app, options)
+    app.add_middleware(  # the outermost: it sees refusals too
+        _EveryRequest, metrics=metrics, log=request_log, spans=spans, root_path=options.root_path
+    )
     _add_error_handlers(app)
-    generator = Generator(llm, metrics)
+    app.state.strict = options.strict
+    dialect = ChatDialect.choose(llm.tokenizer, options.tool_call_parser, options.reasoning_parser)
+    generator = Generator(llm, metrics, dialect, strict=options.strict)
     _add_generation_routes(app, generator, max_body_bytes)
-    _add_tokenizer_routes(app, llm, max_body_bytes)
+    anthropic.add_routes(app, generator, max_body_bytes, _respond)
+    responses.add_routes(app, generator, max_body_bytes, _respond)
+    add_native_routes(app, generator, max_body_bytes, _respond)
+    add_control_routes(app, llm, max_body_bytes, options.profile_dir)
+    add_embedding_routes(app, generator, max_body_bytes)
+    files = FileStore(Path(options.storage_dir).expanduser() if options.storage_dir else cache_dir() / "storage")
+    batches = BatchRunner(app, llm, files, options)
+    add_file_routes(app, files, batches.check_unused)
+    add_batch_routes(app, batches, max_body_bytes)
+    _add_tokenizer_routes(app, generator, max_body_bytes)
+    add_parsing_routes(app, generator, max_body_bytes)
     _add_model_routes(app, llm)
     _add_state_routes(app, llm, metrics)
+    _add_log_routes(app, request_log, max_body_bytes)
+    names = served_model_names(llm)
+    add_openapi_routes(app, names, needs_key=bool(options.api_keys), root_path=options.root_path)
     return app
 
 
@@ -95,38 +133,61 @@ def version() -> str:
 
 
 class _EveryRequest:
-    """Names the request, counts its response, and turns a fault of ours into a clean 500."""
+    """Names the request, turns a fault of ours into a clean 500, and records what became of it."""
 
-    def __init__(self, app: ASGIApp, metrics: ServerMetrics):
+    def __init__(
+        self, app: ASGIApp, metrics: ServerMetrics, log: RequestLog, spans: RequestSpans | None, root_path: str
+    ):
         self._app = app
         self._metrics = metrics
+        self._log = log
+        self._spans = spans
+        self._root_path = root_path
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        header = next((value for name, value in scope["headers"] if name == b"x-request-id"), b"")
-        client_id = header if header.isascii() and header.decode("ascii").isprintable() else b""
-        scope["client_request_id"] = client_id.decode("ascii") or None
-        shown_id = client_id[:MAX_REQUEST_ID_HEADER_CHARS] or uuid.uuid4().hex.encode()
-        started = False
+        client_id = _printable_header(scope, b"x-request-id")
+        scope["client_request_id"] = client_id
+        scope["root_path"] = self._root_path  # routes match with it and without it: proxies do both
+        record = RequestRecord(
+            request_id=(client_id or uuid.uuid4().hex)[:MAX_REQUEST_ID_HEADER_CHARS],
+            method=_method(scope),
+            path=scope.get("raw_path", b"").partition(b"?")[0].decode("ascii", "backslashreplace"),
+            client_id=client_id and client_id[:MAX_REQUEST_ID_HEADER_CHARS],
+            traceparent=_printable_header(scope, b"traceparent"),
+        )
+        current_request.set(record)  # a task of its own for each request, so nothing to reset
 
         async def send_named(message: Message) -> None:
-            nonlocal started
             if message["type"] == "http.response.start":
-                started = True
-                message["headers"] = [*message["headers"], (b"x-request-id", shown_id)]
-                self._metrics.http_responses[_method(scope), str(message["status"])] += 1
+                record.status = message["status"]
+                headers = message["headers"]
+                record.is_stream = any(name == b"content-type" and b"event-stream" in value for name, value in headers)
+                message["headers"] = [*headers, (b"x-request-id", record.request_id.encode())]
             await send(message)
 
         try:
             await self._app(scope, receive, send_named)
         except ClientDisconnect:
-            logger.info("%s left while sending its request", shown_id.decode())
+            record.status = record.status or CLIENT_CLOSED_REQUEST
         except Exception:
-            logger.exception("request %s to %s failed", shown_id.decode(), scope["path"])
-            if not started:
+            logger.exception("request %s to %s failed", record.request_id, record.path)
+            if not record.status:
                 await error_response(internal_error())(scope, receive, send_named)
+        finally:
+            record.end()
+            record.route = getattr(scope.get("route"), "path", None)
+            self._metrics.observe_http(record)
+            self._log.write(record)
+            if self._spans is not None:
+                self._spans.write(record)
+
+
+def _printable_header(scope: Scope, wanted: bytes) -> str | None:
+    value = next((value for name, value in scope["headers"] if name == wanted), b"")
+    return value.decode("ascii") if value and value.isascii() and value.decode("ascii").isprintable() else None
 
 
 def _method(scope: Scope) -> str:
@@ -180,7 +241,7 @@ async def until_disconnect(receive: Receive, work: Awaitable[T]) -> T | None:
 class EventStream(Response):
     """Server-sent events of a reply. Watches for the client to leave even while there is nothing to send."""
 
-    def __init__(self, reply: Reply):
+    def __init__(self, reply: Answer):
         self.status_code = 200
         self.background = None
         self.media_type = "text/event-stream"
@@ -204,7 +265,7 @@ class EventStream(Response):
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
-async def _respond(request: Request, reply: Reply, *, stream: bool) -> Response:
+async def _respond(request: Request, reply: Answer, *, stream: bool) -> Response:
     if stream:
         return EventStream(reply)
     try:
@@ -233,19 +294,28 @@ def _add_generation_routes(app: FastAPI, generator: Generator, max_body_bytes: i
         return await _respond(request, reply, stream=fields.stream)
 
 
-def _add_tokenizer_routes(app: FastAPI, llm: AsyncLLM, max_body_bytes: int) -> None:
+def _add_tokenizer_routes(app: FastAPI, generator: Generator, max_body_bytes: int) -> None:
+    llm = generator.llm
+
     @app.post("/tokenize")
+    @app.post("/v1/tokenize")
     async def tokenize_text(request: Request) -> Response:
         fields, ignored = convert_body(await read_json_object(request, max_body_bytes), TokenizeRequest)
-        return json_response(_with_ignored(await tokenize(llm, fields), ignored))
+        return json_response(_with_ignored(await tokenize(generator, fields), ignored))
 
     @app.post("/detokenize")
+    @app.post("/v1/detokenize")
     async def detokenize(request: Request) -> Response:
         fields, ignored = convert_body(await read_json_object(request, max_body_bytes), DetokenizeRequest)
         check_model(llm, fields.model)
         check_detokenize(fields.tokens, llm.model_config.vocab_size)
         text = llm.tokenizer.decode(fields.tokens, skip_special_tokens=fields.skip_special_tokens)
         return json_response(_with_ignored({"prompt": text}, ignored))
+
+    @app.get("/tokenizer_info")
+    async def tokenizer_info() -> Response:
+        """What a client needs to make the same prompts: special tokens, the chat template."""
+        return json_response(llm.tokenizer.info)
 
 
 def _with_ignored(body: dict[str, Any], ignored: list[str]) -> dict[str, Any]:
@@ -276,9 +346,9 @@ def _add_model_routes(app: FastAPI, llm: AsyncLLM) -> None:
 def _add_state_routes(app: FastAPI, llm: AsyncLLM, metrics: ServerMetrics) -> None:
     @app.get("/health")
     async def health() -> Response:
-        """Whether the server is worth keeping: a draining one is."""
-        state = llm.health
-        return json_response(_state_body(llm), 200 if state in ("ok", "draining") else 503)
+        """Whether the server is worth keeping: one that takes no requests on purpose is."""
+        is_worth_keeping = llm.health in ("ok", "draining", "paused", "asleep")
+        return json_response(_state_body(llm), 200 if is_worth_keeping else 503)
 
     @app.get("/ready")
     async def ready() -> Response:
@@ -319,6 +389,24 @@ def _add_state_routes(app: FastAPI, llm: AsyncLLM, metrics: ServerMetrics) -> No
         return json_response({"id": answer_id, "object": "trace", "events": shown})
 
 
+def _add_log_routes(app: FastAPI, request_log: RequestLog, max_body_bytes: int) -> None:
+    def state() -> dict[str, Any]:
+        return {"level": current_level(), "log_requests": request_log.enabled}
+
+    @app.get("/configure_logging")
+    async def get_logging() -> Response:
+        return json_response(state())
+
+    @app.post("/configure_logging")
+    async def configure_logging(request: Request) -> Response:
+        fields, ignored = convert_body(await read_json_object(request, max_body_bytes), LoggingRequest)
+        if fields.level is not None:
+            set_level(fields.level)
+        if fields.log_requests is not None:
+            request_log.enabled = fields.log_requests
+        return json_response(_with_ignored(state(), ignored))
+
+
 def _server_info(llm: AsyncLLM) -> dict[str, Any]:
     """What is served and how, as it was resolved; `config` is what was asked for."""
     config, model_config = llm.config, llm.model_config
@@ -344,6 +432,7 @@ def _server_info(llm: AsyncLLM) -> dict[str, Any]:
         "max_num_batched_tokens": config.scheduler.max_num_batched_tokens,
         "max_num_seqs": config.scheduler.max_num_seqs,
         "scheduling_policy": config.scheduler.policy,
+        "default_sampling_params": llm.default_sampling_params,
         "config": dataclasses.asdict(config),
     }
 
@@ -400,29 +489,25 @@ class _DrainingServer(uvicorn.Server):
                 self.should_exit = True
 
 
-def serve(
-    llm: AsyncLLM,
-    host: str = "127.0.0.1",
-    port: int = 8000,
-    *,
-    drain_s: float = DEFAULT_DRAIN_S,
-    max_body_bytes: int = DEFAULT_MAX_BODY_BYTES,
-    log_level: str = "info",
-    access_log: bool = True,
-) -> None:
-    """Serve until a signal. Blocks; returns after the engine has ended.
-
-    Args:
-        drain_s: how long running requests may go on after the first SIGTERM or SIGINT.
-    """
+def serve(llm: AsyncLLM, options: ServerOptions) -> None:
+    """Serve until a signal. Blocks; returns after the engine has ended."""
     config = uvicorn.Config(
-        make_app(llm, max_body_bytes=max_body_bytes),
-        host=host,
-        port=port,
-        log_level=log_level,
-        access_log=access_log,
+        make_app(llm, options),
+        host=options.host,
+        port=options.port,
+        uds=options.uds or None,
+        http=bounded_protocol(options.max_header_bytes),
+        ws="none",
+        h11_max_incomplete_event_size=options.max_header_bytes,
+        ssl_keyfile=options.ssl_keyfile or None,
+        ssl_keyfile_password=options.ssl_keyfile_password or None,
+        ssl_certfile=options.ssl_certfile or None,
+        ssl_ca_certs=options.ssl_ca_certs or None,
+        ssl_cert_reqs=options.ssl_cert_reqs,
+        log_config=None,  # its lines go the way of all others
+        access_log=False,  # ours says more
         timeout_keep_alive=KEEP_ALIVE_S,
         timeout_graceful_shutdown=LAST_BYTES_S,
         server_header=False,
     )
-    _DrainingServer(config, llm, drain_s).run()
+    _DrainingServer(config, llm, options.shutdown_timeout_s).run()

@@ -11,9 +11,12 @@ import re
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
+from kitfox.config import Pooling
+from kitfox.engine.input_processor import truncated_prompt
 from kitfox.errors import (
+    AsleepError,
     EngineDeadError,
     InvalidParameterError,
     ModelMismatchError,
@@ -23,14 +26,18 @@ from kitfox.errors import (
 )
 from kitfox.outputs import RequestOutput
 from kitfox.request import MAX_N, FinishReason, SamplingParams
+from kitfox.server.logs import current_request
 from kitfox.server.metrics import RequestObserver, ServerMetrics
 
 if TYPE_CHECKING:
+    from fastapi import Request, Response
+
     from kitfox.engine.async_llm import AsyncLLM
+    from kitfox.server.conversation import ChatDialect
     from kitfox.tokenizer import Tokenizer
 
-MAX_PROMPTS = 1024
-MAX_ANSWERS = 1024  # prompts times n of one HTTP request
+MAX_PROMPTS = 2048
+MAX_ANSWERS = 2048  # prompts times n of one HTTP request
 MAX_REQUEST_ID_CHARS = 128
 ENCODE_IN_THREAD_CHARS = 20_000  # longer texts would hold up everybody's streams
 
@@ -80,6 +87,7 @@ class Job:
     Attributes:
         answer_id: the id clients see; engine requests are called it, or ID~0, ID~1, ... for several prompts.
         created: Unix time in seconds.
+        pooling: how to make one vector of each prompt; None generates.
     """
 
     answer_id: str
@@ -89,9 +97,17 @@ class Job:
     sampling: SamplingParams
     priority: int = 0
     cache_salt: str | None = None
+    pooling: Pooling | None = None
 
     def engine_request_id(self, prompt_index: int) -> str:
         return self.answer_id if len(self.prompts) == 1 else f"{self.answer_id}~{prompt_index}"
+
+    def sampling_of(self, prompt_index: int) -> SamplingParams:
+        """The prompt's own parameters, where the protocol has such; n is `sampling.n` for all of them."""
+        return self.sampling
+
+    def cache_salt_of(self, prompt_index: int) -> str | None:
+        return self.cache_salt
 
 
 async def encode_text(tokenizer: Tokenizer, text: str, *, add_special_tokens: bool) -> list[int]:
@@ -100,8 +116,10 @@ async def encode_text(tokenizer: Tokenizer, text: str, *, add_special_tokens: bo
     return tokenizer.encode(text, add_special_tokens=add_special_tokens)
 
 
-async def make_prompts(tokenizer: Tokenizer, prompt: Any, *, add_special_tokens: bool) -> list[Prompt]:
-    """The four shapes of `prompt`. Token ids are checked for type here and for range by the engine."""
+async def make_prompts(
+    tokenizer: Tokenizer, prompt: Any, *, add_special_tokens: bool, param: str = "prompt"
+) -> list[Prompt]:
+    """The four shapes of `prompt` (or what the protocol calls it). The engine checks token ids for their range."""
     if isinstance(prompt, str):
         sources: list[Any] = [prompt]
     elif isinstance(prompt, list) and prompt and all(type(item) is int for item in prompt):
@@ -109,11 +127,11 @@ async def make_prompts(tokenizer: Tokenizer, prompt: Any, *, add_special_tokens:
     elif isinstance(prompt, list) and prompt:
         sources = prompt
     else:
-        raise InvalidParameterError("prompt", "must be text, token ids, or a non-empty list of them", prompt)
+        raise InvalidParameterError(param, "must be text, token ids, or a non-empty list of them", prompt)
     if len(sources) > MAX_PROMPTS:
-        raise InvalidParameterError("prompt", f"must be at most {MAX_PROMPTS} prompts", len(sources))
+        raise InvalidParameterError(param, f"must be at most {MAX_PROMPTS} prompts", len(sources))
     if isinstance(sources[0], str) != all(isinstance(source, str) for source in sources):
-        raise InvalidParameterError("prompt", "must not mix texts and token ids", prompt)
+        raise InvalidParameterError(param, "must not mix texts and token ids", prompt)
     prompts = []
     for source in sources:
         if isinstance(source, str):
@@ -122,23 +140,58 @@ async def make_prompts(tokenizer: Tokenizer, prompt: Any, *, add_special_tokens:
         elif isinstance(source, list) and all(type(item) is int for item in source):
             prompts.append(Prompt(source, None))
         else:
-            raise InvalidParameterError("prompt", "must be text, token ids, or lists of only one of them", source)
+            raise InvalidParameterError(param, "must be text, token ids, or lists of only one of them", source)
     return prompts
+
+
+class _HasTruncation(Protocol):
+    truncate_prompt_tokens: int | None
+    truncation_side: str
+
+
+def truncated(prompt: Prompt, fields: _HasTruncation, *, max_tokens: int | None, max_model_len: int) -> Prompt:
+    """What truncate_prompt_tokens leaves of a prompt. Its text is then that of the token ids."""
+    kept = fields.truncate_prompt_tokens
+    if kept is None:
+        return prompt
+    token_ids = truncated_prompt(
+        prompt.token_ids, kept, fields.truncation_side, max_tokens=max_tokens, max_model_len=max_model_len
+    )
+    return Prompt(token_ids, None)
 
 
 # ---- the engine's side ----------------------------------------------------------------------------------------------
 
 
-class Generator:
-    """Opens jobs on one engine; knows which answer ids are in use."""
+class Answer(Protocol):
+    """What a protocol makes of a job: one object or server-sent events. `close` aborts what still runs."""
 
-    def __init__(self, llm: AsyncLLM, metrics: ServerMetrics):
+    async def whole(self) -> Any: ...
+
+    def events(self) -> AsyncGenerator[bytes, None]: ...
+
+    def close(self) -> None: ...
+
+
+class Respond(Protocol):
+    """Sends an answer, whole or streamed, until the client leaves."""
+
+    async def __call__(self, request: Request, reply: Answer, *, stream: bool) -> Response: ...
+
+
+class Generator:
+    """Opens jobs on one engine; knows which answer ids are in use, and the model's dialect in chats."""
+
+    def __init__(self, llm: AsyncLLM, metrics: ServerMetrics, dialect: ChatDialect, *, strict: bool = False):
+        """`strict` refuses what would be listed as ignored."""
         self.llm = llm
+        self.strict = strict
+        self.dialect = dialect
         self._metrics = metrics
         self._ids_in_use: set[str] = set()
 
-    def claim_id(self, kind: str, client_id: str | None) -> str:
-        """An id "KIND-..." that no open request has; a client's own id is part of it. To be given to `open`.
+    def claim_id(self, prefix: str, client_id: str | None) -> str:
+        """An id "PREFIX..." that no open request has; a client's own id is part of it. To be given to `open`.
 
         Raises:
             InvalidParameterError: the client's id is too long.
@@ -147,7 +200,7 @@ class Generator:
             raise InvalidParameterError("request_id", f"must have 1 to {MAX_REQUEST_ID_CHARS} characters", client_id)
         own = uuid.uuid4().hex
         name = own if client_id is None else re.sub(r"[^A-Za-z0-9._:-]", "_", client_id)
-        answer_id = f"{kind}-{name}"
+        answer_id = f"{prefix}{name}"
         if answer_id in self._ids_in_use:
             answer_id = f"{answer_id}-{own}"
         self._ids_in_use.add(answer_id)
@@ -180,6 +233,9 @@ class OpenStreams:
         self._ids_in_use = ids_in_use
         self._streams: list[AsyncIterator[RequestOutput]] = []
         self._observers: list[RequestObserver] = []
+        self._record = current_request.get()
+        if self._record is not None:
+            self._record.job = self._record.job or job
         self._pumps: list[asyncio.Task[None]] = []
         self._unfinished: set[int] = set()
         self._closed = False
@@ -195,17 +251,19 @@ class OpenStreams:
             for index, prompt in enumerate(job.prompts):
                 stream = await self._llm.add_request(
                     prompt.token_ids,
-                    job.sampling,
+                    job.sampling_of(index),
                     request_id=job.engine_request_id(index),
                     prompt=prompt.text,
                     priority=job.priority,
-                    cache_salt=job.cache_salt,
+                    cache_salt=job.cache_salt_of(index),
+                    pooling=job.pooling,
                 )
                 self._streams.append(stream)
                 self._unfinished.add(index)
-                self._observers.append(RequestObserver(self._metrics, job.sampling, len(prompt.token_ids)))
+                num_tokens = len(prompt.token_ids)
+                self._observers.append(RequestObserver(self._metrics, job.sampling_of(index), num_tokens, self._record))
         except BaseException as error:
-            if isinstance(error, QueueFullError | ShuttingDownError | EngineDeadError):
+            if isinstance(error, QueueFullError | ShuttingDownError | AsleepError | EngineDeadError):
                 self._metrics.rejections[error.code or ""] += 1
             self.close()
             raise
@@ -268,15 +326,19 @@ class Usage:
     prompt_tokens: int
     completion_tokens: int = 0
     cached_tokens: dict[int, int] = field(default_factory=dict)  # by prompt index
+    reasoning_tokens: int | None = None  # of the completion's; None where answers are plain text
 
     def add(self, prompt_index: int, output: RequestOutput) -> None:
         self.completion_tokens += sum(len(answer.token_ids) for answer in output.outputs)
         self.cached_tokens[prompt_index] = output.num_cached_tokens
 
     def as_dict(self) -> dict[str, Any]:
-        return {
+        counts: dict[str, Any] = {
             "prompt_tokens": self.prompt_tokens,
             "completion_tokens": self.completion_tokens,
             "total_tokens": self.prompt_tokens + self.completion_tokens,
             "prompt_tokens_details": {"cached_tokens": sum(self.cached_tokens.values())},
         }
+        if self.reasoning_tokens is not None:
+            counts["completion_tokens_details"] = {"reasoning_tokens": self.reasoning_tokens}
+        return counts

@@ -10,15 +10,19 @@ from __future__ import annotations
 import time
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, GCCollector, PlatformCollector, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.registry import Collector
 
-from kitfox.config import EngineConfig
-from kitfox.outputs import EngineStats, RequestOutput
+from kitfox.outputs import CompletionOutput, EngineStats, RequestOutput
 from kitfox.request import FinishReason, SamplingParams
+from kitfox.server.logs import RequestRecord
+
+if TYPE_CHECKING:
+    from kitfox.engine.async_llm import AsyncLLM
 
 _TTFT_BUCKETS_S = (
     0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0,
@@ -31,7 +35,10 @@ _REQUEST_BUCKETS_S = (
     0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0, 480.0, 960.0,
     1920.0, 7680.0,
 )  # fmt: skip
+_HTTP_BUCKETS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 600.0)
 _STEP_TOKENS_BUCKETS = (1.0, *(float(2**power) for power in range(3, 15)))
+LOAD_PHASE = "load weights"  # as the executor calls it
+_PREEMPTION_BUCKETS = (0.0, 1.0, 2.0, 3.0, 5.0, 10.0, 20.0)
 _N_BUCKETS = (1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0)
 
 
@@ -68,10 +75,20 @@ class Histogram:
 
 
 class RequestObserver:
-    """Watches one engine request's deltas and books them; `close` books what never finished as aborted."""
+    """Watches one engine request's deltas and books them; `close` books what never finished as aborted.
 
-    def __init__(self, metrics: ServerMetrics, sampling: SamplingParams, num_prompt_tokens: int):
+    What it adds up goes into the record of the HTTP request too, where there is one.
+    """
+
+    def __init__(
+        self,
+        metrics: ServerMetrics,
+        sampling: SamplingParams,
+        num_prompt_tokens: int,
+        record: RequestRecord | None = None,
+    ):
         self._metrics = metrics
+        self._record = record
         self._n = sampling.n
         self._start_s = time.monotonic()
         self._first_s: dict[int, float] = {}  # by answer index
@@ -95,11 +112,14 @@ class RequestObserver:
             metrics.cached_tokens += output.num_cached_tokens
             metrics.request_prompt_tokens.observe(self._num_prompt_tokens)
             metrics.request_uncached_tokens.observe(self._num_prompt_tokens - output.num_cached_tokens)
+            if self._record is not None:
+                self._record.prompt_tokens += self._num_prompt_tokens
+                self._record.cached_tokens += output.num_cached_tokens
         for answer in output.outputs:
             if answer.token_ids:
                 self._observe_tokens(answer.index, len(answer.token_ids), now)
             if answer.finish_reason is not None:
-                self._finish_answer(answer.index, answer.finish_reason)
+                self._finish_answer(answer, answer.finish_reason)
         if output.finished:
             self._complete = True
             self._finish_request(output, now)
@@ -116,11 +136,16 @@ class RequestObserver:
             metrics.itl.observe((now - self._last_s[index]) / num_new, num_new)
         self._last_s[index] = now
 
-    def _finish_answer(self, index: int, reason: FinishReason) -> None:
+    def _finish_answer(self, answer: CompletionOutput, reason: FinishReason) -> None:
         metrics = self._metrics
+        index = answer.index
         self._finished.add(index)
+        metrics.request_preemptions.observe(answer.num_preemptions)
         metrics.finished[reason.value] += 1
         num_tokens = self._num_tokens[index]
+        if self._record is not None:
+            self._record.finish_reasons.append(reason.value)
+            self._record.output_tokens += num_tokens
         metrics.request_generation_tokens.observe(num_tokens)
         if num_tokens > 1:
             metrics.tpot.observe((self._last_s[index] - self._first_s[index]) / (num_tokens - 1))
@@ -134,31 +159,36 @@ class RequestObserver:
             metrics.prefill.observe(output.timings.prefill_s)
             metrics.decode.observe(output.timings.decode_s)
             metrics.inference.observe(output.timings.prefill_s + output.timings.decode_s)
+            if self._record is not None:
+                self._record.book_timings(output.timings)
 
     def close(self, reason: FinishReason = FinishReason.ABORT) -> None:
         """Book the answers that have not finished; nothing when all have, or when called again."""
-        if not self._complete:
-            self._complete = True
-            self._metrics.finished[reason.value] += self._n - len(self._finished)
+        if self._complete:
+            return
+        self._complete = True
+        num_unfinished = self._n - len(self._finished)
+        self._metrics.finished[reason.value] += num_unfinished
+        if self._record is not None:
+            self._record.finish_reasons += [reason.value] * num_unfinished
+            self._record.output_tokens += sum(n for i, n in self._num_tokens.items() if i not in self._finished)
 
 
 class ServerMetrics(Collector):
     """Everything counted since the app was made, and the engine's gauges at the moment of a scrape."""
 
-    def __init__(self, config: EngineConfig, max_model_len: int, stats: Callable[[], EngineStats]):
-        self._config = config
-        self._max_model_len = max_model_len
-        self._stats = stats
-        self._model_name = config.model.served_name
-        self._started_s = time.monotonic()
-        tokens = token_buckets(max_model_len)
+    def __init__(self, llm: AsyncLLM):
+        self._llm = llm
+        self._model_name = llm.config.model.served_name
+        tokens = token_buckets(llm.max_model_len)
         self.num_requests = 0
         self.prompt_tokens = 0
         self.cached_tokens = 0
         self.generation_tokens = 0
         self.finished: Counter[str] = Counter({reason.value: 0 for reason in FinishReason})
         self.rejections: Counter[str] = Counter({"queue_full": 0, "shutting_down": 0, "engine_unavailable": 0})
-        self.http_responses: Counter[tuple[str, str]] = Counter()  # (method, status)
+        self.http_responses: Counter[tuple[str, str, int]] = Counter()  # (route, method, status)
+        self.http_seconds: dict[tuple[str, str], Histogram] = {}  # by route and method
         self.ttft = Histogram(_TTFT_BUCKETS_S)
         self.itl = Histogram(_ITL_BUCKETS_S)
         self.tpot = Histogram(_ITL_BUCKETS_S)
@@ -172,6 +202,7 @@ class ServerMetrics(Collector):
         self.request_generation_tokens = Histogram(tokens)
         self.max_generation_tokens = Histogram(tokens)
         self.step_tokens = Histogram(_STEP_TOKENS_BUCKETS)
+        self.request_preemptions = Histogram(_PREEMPTION_BUCKETS)
         self.params_n = Histogram(_N_BUCKETS)
         self.params_max_tokens = Histogram(tokens)
         self._registry = CollectorRegistry(auto_describe=False)
@@ -184,14 +215,25 @@ class ServerMetrics(Collector):
         if stats.num_step_tokens:
             self.step_tokens.observe(stats.num_step_tokens)
 
+    def observe_http(self, record: RequestRecord) -> None:
+        """Book an HTTP request that has ended; all that lead nowhere are one route, for clients may invent paths."""
+        route = record.route or "none"
+        self.http_responses[route, record.method, record.status] += 1
+        histogram = self.http_seconds.get((route, record.method))
+        if histogram is None:
+            histogram = self.http_seconds[route, record.method] = Histogram(_HTTP_BUCKETS_S)
+        histogram.observe(record.duration_s)
+
     def render(self) -> bytes:
         """Prometheus text format, version 0.0.4."""
         return generate_latest(self._registry)
 
     def collect(self) -> Iterator[CounterMetricFamily | GaugeMetricFamily | HistogramMetricFamily]:
-        stats = self._stats()
+        stats = self._llm.stats
         yield from self._gauges(stats)
+        yield from self._start_up()
         yield from self._counters(stats)
+        yield from self._http()
         yield from self._histograms()
 
     def _gauges(self, stats: EngineStats) -> Iterable[GaugeMetricFamily]:
@@ -206,11 +248,26 @@ class ServerMetrics(Collector):
             "Requests waiting", stats.num_waiting, "vllm:num_requests_waiting", "sglang:num_queue_reqs"
         )
         yield from self._gauge(
+            "Requests that wait in other memory: none, what was preempted is computed again", 0,
+            "vllm:num_requests_swapped",
+        )  # fmt: skip
+        waiting = {"capacity": stats.num_waiting, "deferred": 0}
+        yield self._labelled_gauge("vllm:num_requests_waiting_by_reason", "Why requests wait", "reason", waiting)
+        paused = len(self._llm.open_request_ids) if self._llm.is_paused else 0
+        yield from self._gauge("Requests held up by a pause", paused, "sglang:num_paused_reqs")
+        states = {"awake": not self._llm.is_sleeping, "weights_offloaded": 0, "discard_all": 0}
+        yield self._labelled_gauge(
+            "vllm:engine_sleep_state", "Whether the engine is awake; asleep it keeps the weights", "sleep_state", states
+        )
+        yield from self._gauge(
             "Share of KV blocks that running requests hold, 0 to 1", usage,
             "vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc", "sglang:token_usage", "sglang:full_token_usage",
         )  # fmt: skip
         yield from self._gauge(
-            "Prompt tokens found in the prefix cache, share of all since the start", hit_rate, "sglang:cache_hit_rate"
+            "Prompt tokens found in the prefix cache, share of all since the start",
+            hit_rate,
+            "sglang:cache_hit_rate",
+            "vllm:gpu_prefix_cache_hit_rate",
         )
         yield from self._gauge(
             "Tokens of KV that running requests hold, in whole blocks",
@@ -231,7 +288,7 @@ class ServerMetrics(Collector):
         yield from self._gauge("Tokens that the KV pool holds", stats.num_blocks * size, "sglang:max_total_num_tokens")
         yield from self._gauge("Tokens in a KV block", size, "sglang:page_size")
         yield from self._gauge("KV blocks", stats.num_blocks, "sglang:num_pages")
-        yield from self._gauge("Longest prompt plus output, in tokens", self._max_model_len, "sglang:context_len")
+        yield from self._gauge("Longest prompt plus output, in tokens", self._llm.max_model_len, "sglang:context_len")
         throughput = stats.num_step_tokens / stats.step_time_s if stats.step_time_s > 0 and stats.num_running else 0.0
         yield from self._gauge(
             "Tokens a second in the latest step, prompt tokens included", throughput, "sglang:gen_throughput"
@@ -239,7 +296,7 @@ class ServerMetrics(Collector):
         yield self._cache_config_info(stats)
 
     def _cache_config_info(self, stats: EngineStats) -> GaugeMetricFamily:
-        cache = self._config.cache
+        cache = self._llm.config.cache
         labels = {
             "block_size": str(stats.block_size),
             "num_gpu_blocks": str(stats.num_blocks),
@@ -250,6 +307,15 @@ class ServerMetrics(Collector):
         family = GaugeMetricFamily("vllm:cache_config_info", "The KV cache's settings, as labels", labels=list(labels))
         family.add_metric(list(labels.values()), 1)
         return family
+
+    def _start_up(self) -> Iterable[GaugeMetricFamily]:
+        """What the engine reported when it had started."""
+        seconds = dict(self._llm.phases)
+        yield self._labelled_gauge("sglang:startup_time_seconds", "Seconds of the engine's start", "phase", seconds)
+        if LOAD_PHASE in seconds:
+            yield from self._gauge(
+                "Seconds that loading the weights took", seconds[LOAD_PHASE], "sglang:weight_load_duration_seconds"
+            )
 
     def _counters(self, stats: EngineStats) -> Iterable[CounterMetricFamily]:
         yield from self._counter(
@@ -270,12 +336,32 @@ class ServerMetrics(Collector):
             "cache_source",
             {"device": self.cached_tokens},
         )
+        yield self._labelled(
+            "vllm:prompt_tokens_cached_by_source",
+            "Prompt tokens that came from the prefix cache",
+            "source",
+            {"device": self.cached_tokens},
+        )
+        by_mode = {
+            "prefill_compute": self.prompt_tokens - self.cached_tokens,
+            "prefill_cache": self.cached_tokens,
+            "decode": self.generation_tokens,
+        }
+        yield self._labelled("sglang:realtime_tokens", "Tokens by how they came to be", "mode", by_mode)
         by_source = {"local_compute": self.prompt_tokens - self.cached_tokens, "local_cache_hit": self.cached_tokens}
         yield self._labelled("vllm:prompt_tokens_by_source", "Where prompt tokens came from", "source", by_source)
         yield from self._counter(
-            "Tokens looked up in the prefix cache", stats.prefix_queries, "vllm:prefix_cache_queries"
+            "Tokens looked up in the prefix cache",
+            stats.prefix_queries,
+            "vllm:prefix_cache_queries",
+            "vllm:gpu_prefix_cache_queries",
         )
-        yield from self._counter("Tokens found in the prefix cache", stats.prefix_hits, "vllm:prefix_cache_hits")
+        yield from self._counter(
+            "Tokens found in the prefix cache",
+            stats.prefix_hits,
+            "vllm:prefix_cache_hits",
+            "vllm:gpu_prefix_cache_hits",
+        )
         yield from self._counter(
             "Preemptions", stats.num_preemptions, "vllm:num_preemptions", "sglang:num_retracted_requests"
         )
@@ -286,10 +372,31 @@ class ServerMetrics(Collector):
         yield self._labelled(
             "vllm:admission_rejections", "Requests refused without being queued", "reason", self.rejections
         )
-        family = CounterMetricFamily("http_requests", "HTTP responses started", labels=["method", "status"])
-        for (method, status), count in sorted(self.http_responses.items()):
-            family.add_metric([method, status], count)
-        yield family
+
+    def _http(self) -> Iterable[CounterMetricFamily | HistogramMetricFamily]:
+        """Of the server, not of a model; vLLM's boards group statuses ("2xx"), SGLang's have them exact."""
+        by_class: Counter[tuple[str, str, str]] = Counter()
+        by_route: Counter[tuple[str, str]] = Counter()
+        responses = CounterMetricFamily(
+            "sglang:http_responses", "HTTP requests by their outcome", labels=["endpoint", "method", "status_code"]
+        )
+        for (route, method, status), count in sorted(self.http_responses.items()):
+            by_class[route, method, f"{status // 100}xx"] += count
+            by_route[route, method] += count
+            responses.add_metric([route, method, str(status)], count)
+        grouped = CounterMetricFamily("http_requests", "HTTP requests", labels=["handler", "method", "status"])
+        for group, count in by_class.items():
+            grouped.add_metric(group, count)
+        requests = CounterMetricFamily("sglang:http_requests", "HTTP requests", labels=["endpoint", "method"])
+        for labels, count in by_route.items():
+            requests.add_metric(labels, count)
+        seconds = HistogramMetricFamily(
+            "http_request_duration_seconds", "Seconds from the headers to the end of the answer",
+            labels=["handler", "method"],
+        )  # fmt: skip
+        for labels, histogram in sorted(self.http_seconds.items()):
+            seconds.add_metric(labels, buckets=histogram.cumulative(), sum_value=histogram.sum)
+        yield from (grouped, requests, responses, seconds)
 
     def _histograms(self) -> Iterable[HistogramMetricFamily]:
         both = [
@@ -305,7 +412,10 @@ class ServerMetrics(Collector):
         for histogram, help_text, name in both:
             yield from self._histogram(histogram, help_text, f"vllm:{name}", f"sglang:{name}")
         yield from self._histogram(
-            self.tpot, "The former name of request_time_per_output_token_seconds", "vllm:time_per_output_token_seconds"
+            self.tpot,
+            "The former name of request_time_per_output_token_seconds",
+            "vllm:time_per_output_token_seconds",
+            "sglang:time_per_output_token_seconds",
         )
         yield from self._histogram(
             self.queue,
@@ -346,6 +456,7 @@ class ServerMetrics(Collector):
         yield from self._histogram(
             self.step_tokens, "Tokens computed in an engine step, prompt tokens included", "vllm:iteration_tokens_total"
         )
+        yield from self._histogram(self.request_preemptions, "Preemptions of an answer", "vllm:request_num_preemptions")
         yield from self._histogram(self.params_n, "The n parameter", "vllm:request_params_n")
         yield from self._histogram(
             self.params_max_tokens, "The max_tokens parameter, where given", "vllm:request_params_max_tokens"
@@ -371,6 +482,15 @@ class ServerMetrics(Collector):
             family = CounterMetricFamily(name, help_text, labels=labels)
             family.add_metric(values, value)
             yield family
+
+    def _labelled_gauge(
+        self, name: str, help_text: str, label: str, values_by_label: Mapping[str, float]
+    ) -> GaugeMetricFamily:
+        labels, values = self._labels(name)
+        family = GaugeMetricFamily(name, help_text, labels=[*labels, label])
+        for key, value in values_by_label.items():
+            family.add_metric([*values, key], value)
+        return family
 
     def _labelled(self, name: str, help_text: str, label: str, counts: dict[str, int]) -> CounterMetricFamily:
         labels, values = self._labels(name)

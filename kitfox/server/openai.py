@@ -5,17 +5,19 @@ A whole answer is the concatenation of the pieces that a stream would have sent,
 
 from __future__ import annotations
 
-import asyncio
 import codecs
+import hashlib
 import logging
 import re
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from kitfox.engine.input_processor import MAX_CACHE_SALT_CHARS
 from kitfox.errors import (
     InvalidParameterError,
     KitfoxError,
@@ -23,9 +25,16 @@ from kitfox.errors import (
     UnsupportedParameterError,
 )
 from kitfox.outputs import CompletionOutput, RequestOutput, RequestTimings, TokenLogprobs
-from kitfox.request import FinishReason, SamplingParams
+from kitfox.request import FinishReason, RepetitionDetection, SamplingParams
+from kitfox.server.conversation import (
+    Calling,
+    ChatMessage,
+    ChatPrompt,
+    Tool,
+    check_calling,
+    encode_conversation,
+)
 from kitfox.server.generation import (
-    ENCODE_IN_THREAD_CHARS,
     Generator,
     Job,
     OpenStreams,
@@ -35,20 +44,19 @@ from kitfox.server.generation import (
     encode_text,
     make_prompts,
     required_model,
+    truncated,
 )
-from kitfox.server.validation import error_body, internal_error
+from kitfox.server.parsers import AnswerParser, ToolCallDelta, join_calls
+from kitfox.server.validation import error_body, internal_error, refuse_ignored
 
 if TYPE_CHECKING:
-    from kitfox.engine.async_llm import AsyncLLM
     from kitfox.tokenizer import Tokenizer
 
 logger = logging.getLogger("kitfox.server")
 
 LOWEST_LOGPROB = -9999.0  # JSON has no minus infinity
-RESERVED_TEMPLATE_KWARGS = {
-    "add_generation_prompt", "bos_token", "chat_template", "continue_final_message", "conversation", "documents",
-    "eos_token", "messages", "return_dict", "return_tensors", "self", "template", "tokenize", "tools",
-}  # fmt: skip
+DEFAULT_COMPLETION_TOKENS = 16
+DEFAULTED_FIELDS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "stream_interval")
 DONE = b"data: [DONE]\n\n"
 
 _encode = msgspec.json.Encoder().encode
@@ -63,33 +71,49 @@ class StreamOptions(msgspec.Struct):
 
 
 class GenerationFields(msgspec.Struct, kw_only=True):
-    """Parameters that both endpoints have. Absent and null mean the same."""
+    """Parameters that both endpoints have. Absent and null mean the same.
+
+    What is None by default comes from the model's own defaults, and without those from `SamplingParams`.
+    """
 
     model: str | None = None
     n: int = 1
     stream: bool = False
     stream_options: StreamOptions | None = None
+    stream_interval: int | None = None
     max_tokens: int | None = None
-    temperature: float = 1.0
-    top_p: float = 1.0
+    temperature: float | None = None
+    top_p: float | None = None
     frequency_penalty: float = 0.0
     presence_penalty: float = 0.0
     logit_bias: dict[str, float] = {}
     seed: int | None = None
     stop: str | list[str] = []
-    top_k: int = 0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
+    stop_regex: str | list[str] = []
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    repetition_detection: RepetitionDetection | None = None
     min_tokens: int = 0
     stop_token_ids: list[int] = []
+    allowed_token_ids: list[int] = []
+    bad_words: list[str] = []
     ignore_eos: bool = False
     include_stop_str_in_output: bool = False
+    no_stop_trim: bool = False
     skip_special_tokens: bool = True
     prompt_logprobs: int | None = None
+    logprob_token_ids: list[int] = []
+    truncate_prompt_tokens: int | None = None
+    truncation_side: str = "left"
     priority: int = 0
     cache_salt: str | None = None
+    extra_key: str | None = None
     return_token_ids: bool = False
+    return_tokens_as_token_ids: bool = False
+    return_prompt_text: bool = False
     request_id: str | None = None
+    rid: str | None = None
 
 
 class CompletionRequest(GenerationFields, kw_only=True):
@@ -100,19 +124,6 @@ class CompletionRequest(GenerationFields, kw_only=True):
     logprobs: int | None = None
     best_of: int | None = None
     add_special_tokens: bool = True
-
-
-class ContentPart(msgspec.Struct, kw_only=True):
-    type: str | None = None
-    text: str | None = None
-
-
-class ChatMessage(msgspec.Struct, kw_only=True):
-    role: str
-    content: str | list[ContentPart] | None = None
-    name: str | None = None
-    tool_calls: list[Any] | None = None
-    function_call: dict[str, Any] | None = None
 
 
 class ChatRequest(GenerationFields, kw_only=True):
@@ -127,6 +138,12 @@ class ChatRequest(GenerationFields, kw_only=True):
     add_generation_prompt: bool | None = None
     continue_final_message: bool = False
     chat_template_kwargs: dict[str, Any] = {}
+    tools: list[Tool] = []
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool = True
+    reasoning_effort: str | None = None
+    include_reasoning: bool = True
+    separate_reasoning: bool = True
 
 
 class TokenizeRequest(msgspec.Struct, kw_only=True):
@@ -139,6 +156,7 @@ class TokenizeRequest(msgspec.Struct, kw_only=True):
     add_generation_prompt: bool | None = None
     continue_final_message: bool = False
     chat_template_kwargs: dict[str, Any] = {}
+    tools: list[Tool] = []
     return_token_strs: bool = False
 
 
@@ -159,6 +177,8 @@ class OpenAIJob(Job):
 
     Attributes:
         echo_logprobs: the prompt's logprobs belong into the echoed answer, not into a field of their own.
+        make_parser: what reads reasoning and tool calls out of one answer's text; None leaves the text alone.
+        include_reasoning: reasoning that was found is part of the answer.
     """
 
     is_chat: bool
@@ -166,35 +186,54 @@ class OpenAIJob(Job):
     include_usage: bool
     continuous_usage: bool
     return_token_ids: bool
+    return_tokens_as_token_ids: bool
+    return_prompt_text: bool
     echo: bool
     echo_logprobs: bool
     ignored_parameters: list[str]
+    make_parser: Callable[[], AnswerParser] | None = None
+    include_reasoning: bool = True
 
 
 def make_sampling(
-    fields: GenerationFields, *, max_tokens: int | None, logprobs: int | None, prompt_logprobs: int | None
+    fields: GenerationFields,
+    defaults: dict[str, Any],
+    *,
+    max_tokens: int | None,
+    logprobs: int | None,
+    prompt_logprobs: int | None,
 ) -> SamplingParams:
-    """`SamplingParams` of a request; their own checks raise InvalidParameterError."""
+    """`SamplingParams` of a request, with `defaults` for what it leaves out; they raise InvalidParameterError."""
+    wanted = {name: getattr(fields, name) for name in DEFAULTED_FIELDS}
+    if fields.logprob_token_ids and logprobs is None:
+        logprobs = 0
     return SamplingParams(
+        **{
+            name: defaults[name] if value is None else value
+            for name, value in wanted.items()
+            if value is not None or name in defaults
+        },
         n=fields.n,
         max_tokens=max_tokens,
         min_tokens=fields.min_tokens,
-        temperature=fields.temperature,
-        top_k=fields.top_k,
-        top_p=fields.top_p,
-        min_p=fields.min_p,
-        repetition_penalty=fields.repetition_penalty,
         presence_penalty=fields.presence_penalty,
         frequency_penalty=fields.frequency_penalty,
         logit_bias=_parse_logit_bias(fields.logit_bias),
         stop=(fields.stop,) if isinstance(fields.stop, str) else tuple(fields.stop),
+        stop_regex=(fields.stop_regex,) if isinstance(fields.stop_regex, str) else tuple(fields.stop_regex),
         stop_token_ids=tuple(fields.stop_token_ids),
+        allowed_token_ids=tuple(fields.allowed_token_ids),
+        bad_words=tuple(fields.bad_words),
         ignore_eos=fields.ignore_eos,
-        include_stop_str_in_output=fields.include_stop_str_in_output,
+        include_stop_str_in_output=fields.include_stop_str_in_output or fields.no_stop_trim,
         skip_special_tokens=fields.skip_special_tokens,
         seed=fields.seed,
         logprobs=logprobs,
         prompt_logprobs=prompt_logprobs,
+        logprob_token_ids=tuple(fields.logprob_token_ids),
+        truncate_prompt_tokens=fields.truncate_prompt_tokens,
+        truncation_side=fields.truncation_side,  # type: ignore[arg-type]  # it is checked there
+        repetition_detection=fields.repetition_detection,
     )
 
 
@@ -207,73 +246,42 @@ def _parse_logit_bias(by_name: dict[str, float]) -> dict[int, float]:
     return parsed
 
 
-def make_messages(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
-    """Messages for a chat template: text parts joined by newlines, "developer" called "system"."""
-    if not messages:
-        raise InvalidParameterError("messages", "must have at least one message", [])
-    made = []
-    for position, message in enumerate(messages):
-        place = f"messages[{position}]"
-        if message.role in ("tool", "function"):
-            raise UnsupportedParameterError(f"{place}.role", f"{message.role!r} is not supported yet")
-        if message.role not in ("system", "developer", "user", "assistant"):
-            raise InvalidParameterError(f"{place}.role", "must be system, developer, user or assistant", message.role)
-        if message.tool_calls or message.function_call:
-            raise UnsupportedParameterError(f"{place}.tool_calls")
-        if message.content is None:
-            raise InvalidParameterError(f"{place}.content", "must be text or a list of text parts", None)
-        role = "system" if message.role == "developer" else message.role
-        entry = {"role": role, "content": _join_parts(message.content, f"{place}.content")}
-        if message.name is not None:
-            entry["name"] = message.name
-        made.append(entry)
-    return made
+def join_salts(cache_salt: str | None, extra_key: str | None) -> str | None:
+    """One salt of both: who has the same two shares KV."""
+    if extra_key is None:
+        return cache_salt
+    for name, value in (("cache_salt", cache_salt), ("extra_key", extra_key)):
+        if value is not None and not 1 <= len(value) <= MAX_CACHE_SALT_CHARS:
+            raise InvalidParameterError(name, f"must have 1 to {MAX_CACHE_SALT_CHARS} characters", value)
+    return hashlib.sha256(_encode((cache_salt, extra_key))).hexdigest()
 
 
-def _join_parts(content: str | list[ContentPart], place: str) -> str:
-    if isinstance(content, str):
-        return content
-    texts = []
-    for part in content:
-        if part.type != "text":
-            raise InvalidParameterError(f"{place}.type", 'must be "text"', part.type)
-        if part.text is None:
-            raise InvalidParameterError(f"{place}.text", "must be a string", None)
-        texts.append(part.text)
-    return "\n".join(texts)
-
-
-async def encode_messages(tokenizer: Tokenizer, source: ChatRequest | TokenizeRequest) -> list[int]:
-    """Token ids of a conversation through the model's chat template.
+async def encode_messages(generator: Generator, source: ChatRequest | TokenizeRequest) -> list[int]:
+    """Token ids of a conversation, as a request that generates would have them.
 
     Raises:
-        RequestError: a message is not acceptable, flags contradict each other, or the template refuses.
+        RequestError: as for such a request.
     """
-    messages = make_messages(source.messages or [])
-    add_generation_prompt = source.add_generation_prompt
-    if add_generation_prompt is None:
-        add_generation_prompt = not source.continue_final_message
-    if add_generation_prompt and source.continue_final_message:
-        raise InvalidParameterError("continue_final_message", "must not be true with add_generation_prompt", True)
-    if source.continue_final_message and messages[-1]["role"] != "assistant":
-        raise InvalidParameterError(
-            "continue_final_message", "needs a last message of the assistant", messages[-1]["role"]
-        )
-    for name in source.chat_template_kwargs:
-        if name in RESERVED_TEMPLATE_KWARGS or not name.isidentifier():
-            raise InvalidParameterError("chat_template_kwargs", "must not use reserved names", name)
+    if isinstance(source, ChatRequest):
+        prompt, _, _ = await _encode_chat(generator, source)
+    else:
+        calling = check_calling(source.tools, None, parallel=True)
+        prompt = await encode_conversation(generator.llm.tokenizer, generator.dialect, source, calling)
+    return prompt.token_ids
 
-    def encode() -> list[int]:
-        return tokenizer.encode_chat(
-            messages,
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=source.continue_final_message,
-            **source.chat_template_kwargs,
-        )
 
-    if sum(len(message["content"]) for message in messages) > ENCODE_IN_THREAD_CHARS:
-        return await asyncio.to_thread(encode)
-    return encode()
+async def _encode_chat(generator: Generator, fields: ChatRequest) -> tuple[ChatPrompt, Calling, list[str]]:
+    """The prompt, which calls are wanted, and the names of parameters that cannot be honoured for this model."""
+    dialect = generator.dialect
+    calling = check_calling(fields.tools, fields.tool_choice, parallel=fields.parallel_tool_calls)
+    kwargs = dialect.effort_kwargs(fields.reasoning_effort)
+    unused = [] if kwargs is not None else ["reasoning_effort"]
+    if any(tool.function.strict for tool in calling.tools):
+        unused.append("tools[].function.strict")
+    if generator.strict:
+        refuse_ignored(unused)
+    prompt = await encode_conversation(generator.llm.tokenizer, dialect, fields, calling, kwargs)
+    return prompt, calling, unused
 
 
 # ---- pieces of answers ----------------------------------------------------------------------------------------------
@@ -285,16 +293,21 @@ class Piece:
 
     index: int
     text: str = ""
+    reasoning: str = ""
+    tool_calls: list[ToolCallDelta] = field(default_factory=list)
     logprobs: dict[str, Any] | None = None
     token_ids: list[int] = field(default_factory=list)
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     prompt_token_ids: list[int] | None = None
+    prompt_text: str | None = None
     prompt_logprobs: list[Any] | None = None
 
     def join(self, later: Piece) -> None:
         """Append what came later to the same answer."""
         self.text += later.text
+        self.reasoning += later.reasoning
+        self.tool_calls += later.tool_calls
         self.token_ids += later.token_ids
         if self.logprobs is None:
             self.logprobs = later.logprobs
@@ -309,20 +322,29 @@ class Piece:
 class _AnswerState:
     """How far one answer's pieces have come."""
 
-    __slots__ = ("offset", "started", "utf8")
+    __slots__ = ("ended", "offset", "parser", "started", "utf8")
 
-    def __init__(self) -> None:
+    def __init__(self, parser: AnswerParser | None) -> None:
+        self.parser = parser
+        self.ended = False
         self.offset = 0  # characters, of the next token in the answer's text
         self.started = False
         self.utf8 = codecs.getincrementaldecoder("utf-8")("replace")
 
 
 class PieceMaker:
-    """Turns engine deltas into pieces, in the shape of the job's endpoint."""
+    """Turns engine deltas into pieces, in the shape of the job's endpoint.
+
+    Attributes:
+        num_reasoning_tokens: of all answers so far.
+        num_unfinished: answers without a finish_reason.
+    """
 
     def __init__(self, job: OpenAIJob, tokenizer: Tokenizer):
         self._job = job
         self._tokenizer = tokenizer
+        self.num_reasoning_tokens = 0
+        self.num_unfinished = len(job.prompts) * job.sampling.n
         self._states: dict[int, _AnswerState] = {}
         self._prompt_logprobs: dict[int, list[TokenLogprobs | None]] = {}  # by prompt index
 
@@ -338,21 +360,45 @@ class PieceMaker:
         if not answer.token_ids and not answer.text and answer.finish_reason is None:
             return None
         index = prompt_index * job.sampling.n + answer.index
-        state = self._states.setdefault(index, _AnswerState())
+        state = self._states.get(index)
+        if state is None:
+            state = self._states[index] = _AnswerState(None if job.make_parser is None else job.make_parser())
+        if state.ended:
+            return None
         piece = Piece(index)
         if not state.started:
             self._start(prompt_index, state, piece)
-        piece.text += answer.text
+        if state.parser is None:
+            piece.text += answer.text
+        else:
+            self._parse(state.parser, answer, piece)
         if answer.logprobs is not None and job.sampling.logprobs is not None:
             self._add_logprobs(state, piece, _shown_logprobs(answer, job.sampling))
         if job.return_token_ids:
             piece.token_ids = answer.token_ids
         if answer.finish_reason is not None:
             piece.finish_reason, piece.stop_reason = answer.finish_reason.value, answer.stop_reason
-        if not (piece.text or piece.logprobs or piece.token_ids or piece.finish_reason):
+        parser = state.parser
+        may_call = answer.finish_reason is FinishReason.STOP or (parser is not None and parser.is_done)
+        if parser is not None and may_call and parser.num_complete_calls:
+            piece.finish_reason = "tool_calls"
+        if piece.finish_reason is not None:
+            state.ended = True
+            self.num_unfinished -= 1
+        elif not (piece.text or piece.reasoning or piece.tool_calls or piece.logprobs or piece.token_ids):
             return None
         state.started = True
         return piece
+
+    def _parse(self, parser: AnswerParser, answer: CompletionOutput, piece: Piece) -> None:
+        was_reasoning = parser.is_reasoning
+        part = parser.feed(answer.text, is_last=answer.finish_reason is not None)
+        piece.text += part.content
+        piece.tool_calls = part.tool_calls
+        if self._job.include_reasoning:
+            piece.reasoning = part.reasoning
+        if was_reasoning or parser.is_reasoning or part.reasoning:
+            self.num_reasoning_tokens += parser.count_reasoning_tokens(answer.token_ids)
 
     def _start(self, prompt_index: int, state: _AnswerState, piece: Piece) -> None:
         job = self._job
@@ -362,11 +408,16 @@ class PieceMaker:
         logprobs = self._prompt_logprobs.get(prompt_index)
         if logprobs is not None and not job.echo_logprobs:
             piece.prompt_logprobs = [None if entry is None else self._vendor_entry(entry) for entry in logprobs]
-        if not job.echo:
+        if not job.echo and not job.return_prompt_text:
             return
         text = prompt.text
         if text is None:
-            text = self._tokenizer.decode(prompt.token_ids, skip_special_tokens=job.sampling.skip_special_tokens)
+            skip_special_tokens = job.sampling.skip_special_tokens and not job.is_chat
+            text = self._tokenizer.decode(prompt.token_ids, skip_special_tokens=skip_special_tokens)
+        if job.return_prompt_text:
+            piece.prompt_text = text
+        if not job.echo:
+            return
         piece.text = text
         if job.echo_logprobs and logprobs is not None:
             piece.logprobs = self._echoed_logprobs(prompt.token_ids, text, logprobs)
@@ -382,7 +433,7 @@ class PieceMaker:
             piece.logprobs = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
         for entry in entries:
             text = state.utf8.decode(self._tokenizer.token_bytes(entry.token_id))
-            self._append_completion_entry(piece.logprobs, text, entry, state.offset)
+            self._append_completion_entry(piece.logprobs, entry.token_id, text, entry, state.offset)
             state.offset += len(text)
 
     def _echoed_logprobs(
@@ -394,14 +445,16 @@ class PieceMaker:
         offset = 0
         for token_id, entry in zip(token_ids, entries, strict=True):
             text = utf8.decode(self._tokenizer.token_bytes(token_id))
-            self._append_completion_entry(logprobs, text, entry, offset)
+            self._append_completion_entry(logprobs, token_id, text, entry, offset)
             if prompt_text.startswith(text, offset):
                 offset += len(text)
         return logprobs
 
     def _append_completion_entry(
-        self, logprobs: dict[str, Any], text: str, entry: TokenLogprobs | None, offset: int
+        self, logprobs: dict[str, Any], token_id: int, text: str, entry: TokenLogprobs | None, offset: int
     ) -> None:
+        if self._job.return_tokens_as_token_ids:
+            text = self._token_name(token_id)
         logprobs["tokens"].append(text)
         logprobs["text_offset"].append(offset)
         logprobs["token_logprobs"].append(None if entry is None else _finite(entry.logprob))
@@ -409,27 +462,37 @@ class PieceMaker:
             logprobs["top_logprobs"].append(None)
             return
         top = {text: _finite(entry.logprob)}
-        for token_id, logprob in zip(entry.top_ids, entry.top_logprobs, strict=True):
-            if token_id != entry.token_id:
-                top.setdefault(self._tokenizer.token_text(token_id), _finite(logprob))
+        for other_id, logprob in self._alternatives(entry).items():
+            if other_id != token_id:
+                top.setdefault(self._token_name(other_id), _finite(logprob))
         logprobs["top_logprobs"].append(top)
 
     def _chat_entry(self, entry: TokenLogprobs) -> dict[str, Any]:
-        tops = zip(entry.top_ids, entry.top_logprobs, strict=True)
+        tops = self._alternatives(entry).items()
         made = self._chat_token(entry.token_id, entry.logprob)
         made["top_logprobs"] = [self._chat_token(token_id, logprob) for token_id, logprob in tops]
         return made
 
     def _chat_token(self, token_id: int, logprob: float) -> dict[str, Any]:
         token_bytes = self._tokenizer.token_bytes(token_id)
-        text = token_bytes.decode("utf-8", "replace")
-        return {"token": text, "logprob": _finite(logprob), "bytes": list(token_bytes)}
+        return {"token": self._token_name(token_id), "logprob": _finite(logprob), "bytes": list(token_bytes)}
+
+    def _alternatives(self, entry: TokenLogprobs) -> dict[int, float]:
+        """The most likely tokens, best first, then those that the request named."""
+        named = zip(self._job.sampling.logprob_token_ids, entry.named_logprobs, strict=True)
+        return dict(zip(entry.top_ids, entry.top_logprobs, strict=True)) | dict(named)
+
+    def _token_name(self, token_id: int) -> str:
+        if self._job.return_tokens_as_token_ids:
+            return f"token_id:{token_id}"
+        return self._tokenizer.token_text(token_id)
 
     def _vendor_entry(self, entry: TokenLogprobs) -> dict[str, Any]:
         """vLLM's shape of a prompt position: token id to logprob, rank and text."""
         made = {}
-        for rank, (token_id, logprob) in enumerate(zip(entry.top_ids, entry.top_logprobs, strict=True), 1):
+        for position, (token_id, logprob) in enumerate(self._alternatives(entry).items()):
             text = self._tokenizer.token_text(token_id)
+            rank = position + 1 if position < len(entry.top_ids) else None
             made[str(token_id)] = {"logprob": _finite(logprob), "rank": rank, "decoded_token": text}
         text = self._tokenizer.token_text(entry.token_id)
         made[str(entry.token_id)] = {"logprob": _finite(entry.logprob), "rank": entry.rank, "decoded_token": text}
@@ -461,14 +524,49 @@ class Reply:
         self._job = job
         self._streams = streams
         self._maker = PieceMaker(job, tokenizer)
-        self._usage = Usage(sum(len(prompt.token_ids) for prompt in job.prompts))
-        self._timings: RequestTimings | None = None  # of the prompt that finished last
+        self.usage = Usage(sum(len(prompt.token_ids) for prompt in job.prompts))
+        if job.make_parser is not None:
+            self.usage.reasoning_tokens = 0
+        self.timings: RequestTimings | None = None  # of the prompt that finished last
 
-    def _take(self, prompt_index: int, output: RequestOutput) -> list[Piece]:
-        self._usage.add(prompt_index, output)
-        if output.finished:
-            self._timings = output.timings
-        return self._maker.pieces(prompt_index, output)
+    @property
+    def job(self) -> OpenAIJob:
+        return self._job
+
+    async def pieces(self) -> AsyncGenerator[Piece, None]:
+        """The answers' pieces as they come, for a protocol to render; `usage` and `timings` grow with them.
+
+        Leaving early aborts what still runs.
+
+        Raises:
+            KitfoxError: the engine failed on a request; the others are aborted.
+        """
+        async with aclosing(self._deltas()) as deltas:
+            async for pieces in deltas:
+                for piece in pieces:
+                    yield piece
+
+    async def _deltas(self) -> AsyncGenerator[list[Piece], None]:
+        """The pieces of one engine delta after the other."""
+        try:
+            async with aclosing(self._streams.outputs()) as outputs:
+                async for prompt_index, output in outputs:
+                    self.usage.add(prompt_index, output)
+                    if output.finished:
+                        self.timings = output.timings
+                    pieces = self._maker.pieces(prompt_index, output)
+                    if self._job.make_parser is not None:
+                        self.usage.reasoning_tokens = self._maker.num_reasoning_tokens
+                    if pieces:
+                        yield pieces
+                    if self._maker.num_unfinished == 0 and not output.finished:  # calls that were wanted are there
+                        self._streams.close(FinishReason.STOP)
+                        break
+        except Exception:
+            self._streams.close(FinishReason.ERROR)
+            raise
+        finally:
+            self._streams.close()
 
     def _head(self, object_name: str) -> dict[str, Any]:
         job = self._job
@@ -482,17 +580,10 @@ class Reply:
         Raises:
             KitfoxError: the engine failed on it.
         """
-        try:
-            return await self._join_pieces()
-        except Exception:
-            self._streams.close(FinishReason.ERROR)
-            raise
-
-    async def _join_pieces(self) -> dict[str, Any]:
         job = self._job
         answers: dict[int, Piece] = {}
-        async for prompt_index, output in self._streams.outputs():
-            for piece in self._take(prompt_index, output):
+        async for pieces in self._deltas():
+            for piece in pieces:
                 if piece.index in answers:
                     answers[piece.index].join(piece)
                 else:
@@ -503,11 +594,11 @@ class Reply:
         assert len(in_order) == len(job.prompts) * job.sampling.n, "an answer is missing although all streams ended"
         body = self._head("chat.completion" if job.is_chat else "text_completion")
         body["choices"] = [self._chat_choice(p) if job.is_chat else self._completion_choice(p) for p in in_order]
-        body["usage"] = self._usage.as_dict()
+        body["usage"] = self.usage.as_dict()
         if job.is_chat:
             body |= _prompt_fields(in_order[0])
-        if self._timings is not None:
-            body["timings"] = _timings_dict(self._timings)
+        if self.timings is not None:
+            body["timings"] = _timings_dict(self.timings)
         if job.ignored_parameters:
             body["ignored_parameters"] = job.ignored_parameters
         return body
@@ -518,6 +609,15 @@ class Reply:
             "message": {"role": "assistant", "content": piece.text, "refusal": None, "annotations": []},
             "logprobs": piece.logprobs,
         }
+        message = choice["message"]
+        if piece.reasoning:
+            message |= _reasoning_fields(piece.reasoning)
+        if piece.tool_calls:
+            message["content"] = piece.text or None
+            message["tool_calls"] = [
+                {"id": c.id, "type": "function", "function": {"name": c.name, "arguments": c.arguments}}
+                for c in join_calls(piece.tool_calls)
+            ]
         return choice | self._choice_end(piece)
 
     def _completion_choice(self, piece: Piece) -> dict[str, Any]:
@@ -527,7 +627,7 @@ class Reply:
     def _choice_end(self, piece: Piece) -> dict[str, Any]:
         end: dict[str, Any] = {"finish_reason": piece.finish_reason}
         if piece.finish_reason is not None:
-            end["stop_reason"] = piece.stop_reason
+            end["stop_reason"] = end["matched_stop"] = piece.stop_reason  # vLLM's name and SGLang's
         if self._job.return_token_ids:
             end["token_ids"] = piece.token_ids
         return end
@@ -540,11 +640,9 @@ class Reply:
             async for events in self._chunks():
                 yield events
         except KitfoxError as error:
-            self._streams.close(FinishReason.ERROR)
             yield b"data: " + _encode(error_body(error)) + b"\n\n"
         except Exception:
             logger.exception("stream %s failed", self._job.answer_id)
-            self._streams.close(FinishReason.ERROR)
             yield b"data: " + _encode(error_body(internal_error())) + b"\n\n"
         yield DONE
 
@@ -558,13 +656,13 @@ class Reply:
         if job.ignored_parameters:
             first_extra["ignored_parameters"] = job.ignored_parameters
         num_unfinished = len(job.prompts) * job.sampling.n
-        async for prompt_index, output in self._streams.outputs():
+        async for pieces in self._deltas():
             events = []
-            for piece in self._take(prompt_index, output):
+            for piece in pieces:
                 extra, first_extra = first_extra, {}
                 num_unfinished -= piece.finish_reason is not None
-                if num_unfinished == 0 and self._timings is not None:
-                    extra["timings"] = _timings_dict(self._timings)
+                if num_unfinished == 0 and self.timings is not None:
+                    extra["timings"] = _timings_dict(self.timings)
                 if job.is_chat:
                     choice = self._chat_delta(piece, is_first=piece.index not in roles_sent)
                     if piece.index not in roles_sent:
@@ -573,15 +671,14 @@ class Reply:
                 else:
                     choice = self._completion_choice(piece)
                 if job.continuous_usage:
-                    tail = b'],"usage":' + _encode(self._usage.as_dict())
+                    tail = b'],"usage":' + _encode(self.usage.as_dict())
                 else:
                     tail = end
                 rest = b"," + _encode(extra)[1:] if extra else b"}"
                 events.append(start + _encode(choice) + tail + rest + b"\n\n")
-            if events:
-                yield b"".join(events)
+            yield b"".join(events)
         if job.include_usage:
-            yield start + b'],"usage":' + _encode(self._usage.as_dict()) + b"}\n\n"
+            yield start + b'],"usage":' + _encode(self.usage.as_dict()) + b"}\n\n"
 
     def _chat_delta(self, piece: Piece, *, is_first: bool) -> dict[str, Any]:
         delta: dict[str, Any] = {}
@@ -589,6 +686,10 @@ class Reply:
             delta["role"] = "assistant"
         if is_first or piece.text:
             delta["content"] = piece.text
+        if piece.reasoning:
+            delta |= _reasoning_fields(piece.reasoning)
+        if piece.tool_calls:
+            delta["tool_calls"] = [_call_delta(call) for call in piece.tool_calls]
         choice = {"index": piece.index, "delta": delta, "logprobs": piece.logprobs}
         return choice | self._choice_end(piece)
 
@@ -596,8 +697,24 @@ class Reply:
         self._streams.close()
 
 
+def _reasoning_fields(reasoning: str) -> dict[str, str]:
+    """Under vLLM's name and under SGLang's."""
+    return {"reasoning": reasoning, "reasoning_content": reasoning}
+
+
+def _call_delta(call: ToolCallDelta) -> dict[str, Any]:
+    if call.name is None:
+        return {"index": call.index, "function": {"arguments": call.arguments}}
+    function = {"name": call.name, "arguments": call.arguments}
+    return {"index": call.index, "id": call.id, "type": "function", "function": function}
+
+
 def _prompt_fields(piece: Piece) -> dict[str, Any]:
-    fields = {"prompt_token_ids": piece.prompt_token_ids, "prompt_logprobs": piece.prompt_logprobs}
+    fields = {
+        "prompt_token_ids": piece.prompt_token_ids,
+        "prompt_text": piece.prompt_text,
+        "prompt_logprobs": piece.prompt_logprobs,
+    }
     return {name: value for name, value in fields.items() if value is not None}
 
 
@@ -626,18 +743,23 @@ class OpenAIService:
             if prompt_logprobs is not None and prompt_logprobs != fields.logprobs:
                 raise InvalidParameterError("prompt_logprobs", "must equal logprobs when echo is true", prompt_logprobs)
             prompt_logprobs = fields.logprobs
-        max_tokens = 16 if fields.max_tokens is None else fields.max_tokens
+        defaults = self._llm.default_sampling_params
+        max_tokens = fields.max_tokens
+        if max_tokens is None and "max_tokens" not in defaults:
+            max_tokens = DEFAULT_COMPLETION_TOKENS
         sampling = make_sampling(
-            fields, max_tokens=max_tokens, logprobs=fields.logprobs, prompt_logprobs=prompt_logprobs
+            fields, defaults, max_tokens=max_tokens, logprobs=fields.logprobs, prompt_logprobs=prompt_logprobs
         )
         tokenizer = self._llm.tokenizer
         prompts = await make_prompts(tokenizer, fields.prompt, add_special_tokens=fields.add_special_tokens)
         return await self._open(
-            fields, "cmpl", client_id, ignored, model, prompts, sampling, echo=fields.echo, echo_logprobs=echo_logprobs
+            fields, "cmpl-", client_id, ignored, model, prompts, sampling, echo=fields.echo, echo_logprobs=echo_logprobs
         )
 
-    async def chat(self, fields: ChatRequest, ignored: list[str], client_id: str | None) -> Reply:
-        """Start a chat completion.
+    async def chat(
+        self, fields: ChatRequest, ignored: list[str], client_id: str | None, *, id_prefix: str = "chatcmpl-"
+    ) -> Reply:
+        """Start a chat completion; other protocols name theirs with a prefix of their own.
 
         Raises:
             KitfoxError: nothing was started.
@@ -654,19 +776,38 @@ class OpenAIService:
             raise InvalidParameterError("max_tokens", "must not differ from max_completion_tokens", fields.max_tokens)
         if fields.top_logprobs is not None and not fields.logprobs:
             raise InvalidParameterError("top_logprobs", "needs logprobs to be true", fields.top_logprobs)
-        if fields.top_logprobs is not None and fields.top_logprobs < 0:
-            raise InvalidParameterError("top_logprobs", "must be >= 0", fields.top_logprobs)
+        if fields.top_logprobs is not None and fields.top_logprobs < -1:
+            raise InvalidParameterError("top_logprobs", "must be >= 0, or -1 for the vocabulary", fields.top_logprobs)
         logprobs = (fields.top_logprobs or 0) if fields.logprobs else None
         sampling = make_sampling(
-            fields, max_tokens=max_tokens, logprobs=logprobs, prompt_logprobs=fields.prompt_logprobs
+            fields,
+            self._llm.default_sampling_params,
+            max_tokens=max_tokens,
+            logprobs=logprobs,
+            prompt_logprobs=fields.prompt_logprobs,
         )
-        token_ids = await encode_messages(self._llm.tokenizer, fields)
-        return await self._open(fields, "chatcmpl", client_id, ignored, model, [Prompt(token_ids, None)], sampling)
+        prompt, calling, unused = await _encode_chat(self._generator, fields)
+        dialect = self._generator.dialect
+        make_parser = prompt.parser_maker(dialect, calling, separate_reasoning=fields.separate_reasoning)
+        if make_parser is not None:
+            kept = dialect.reasoning_mark_ids + (dialect.tool_mark_ids if calling.tools else ())
+            sampling = msgspec.structs.replace(sampling, kept_special_ids=kept)
+        return await self._open(
+            fields,
+            id_prefix,
+            client_id,
+            ignored + unused,
+            model,
+            [Prompt(prompt.token_ids, None)],
+            sampling,
+            make_parser=make_parser,
+            include_reasoning=fields.include_reasoning,
+        )
 
     async def _open(
         self,
         fields: GenerationFields,
-        kind: str,
+        id_prefix: str,
         client_id: str | None,
         ignored: list[str],
         model: str,
@@ -675,26 +816,36 @@ class OpenAIService:
         *,
         echo: bool = False,
         echo_logprobs: bool = False,
+        make_parser: Callable[[], AnswerParser] | None = None,
+        include_reasoning: bool = True,
     ) -> Reply:
         options = fields.stream_options
         if options is not None and not fields.stream:
             raise InvalidParameterError("stream_options", "needs stream to be true", msgspec.to_builtins(options))
+        if fields.rid is not None and fields.request_id not in (None, fields.rid):
+            raise InvalidParameterError("rid", "must not differ from request_id", fields.rid)
+        max_model_len = self._llm.max_model_len
+        prompts = [truncated(p, fields, max_tokens=sampling.max_tokens, max_model_len=max_model_len) for p in prompts]
         job = OpenAIJob(
-            answer_id=self._generator.claim_id(kind, fields.request_id or client_id),
+            answer_id=self._generator.claim_id(id_prefix, fields.request_id or fields.rid or client_id),
             created=int(time.time()),
             model=model,
-            is_chat=kind == "chatcmpl",
+            is_chat=isinstance(fields, ChatRequest),
             prompts=prompts,
             sampling=sampling,
             priority=fields.priority,
-            cache_salt=fields.cache_salt,
+            cache_salt=join_salts(fields.cache_salt, fields.extra_key),
             stream=fields.stream,
             include_usage=options is not None and bool(options.include_usage),
             continuous_usage=options is not None and bool(options.include_usage and options.continuous_usage_stats),
             return_token_ids=fields.return_token_ids,
+            return_tokens_as_token_ids=fields.return_tokens_as_token_ids,
+            return_prompt_text=fields.return_prompt_text,
             echo=echo,
             echo_logprobs=echo_logprobs,
             ignored_parameters=ignored,
+            make_parser=make_parser,
+            include_reasoning=include_reasoning,
         )
         return Reply(job, await self._generator.open(job), self._llm.tokenizer)
 
@@ -706,14 +857,15 @@ def check_detokenize(tokens: list[int], vocab_size: int) -> None:
             raise InvalidParameterError("tokens", f"must be in [0, {vocab_size - 1}]", token_id)
 
 
-async def tokenize(llm: AsyncLLM, fields: TokenizeRequest) -> dict[str, Any]:
+async def tokenize(generator: Generator, fields: TokenizeRequest) -> dict[str, Any]:
     """The answer of /tokenize."""
+    llm = generator.llm
     check_model(llm, fields.model)
     if (fields.prompt is None) == (fields.messages is None):
         raise RequestError("exactly one of prompt and messages is required", param="prompt")
     if fields.prompt is not None:
         tokens = await encode_text(llm.tokenizer, fields.prompt, add_special_tokens=fields.add_special_tokens)
     else:
-        tokens = await encode_messages(llm.tokenizer, fields)
+        tokens = await encode_messages(generator, fields)
     strings = [llm.tokenizer.token_text(token_id) for token_id in tokens] if fields.return_token_strs else None
     return {"count": len(tokens), "max_model_len": llm.max_model_len, "tokens": tokens, "token_strs": strings}

@@ -21,14 +21,13 @@ MAX_NAME_CHARS = 64
 
 # Known parameters of OpenAI, vLLM and SGLang that kitfox cannot honour yet, with the values that ask for nothing.
 UNSUPPORTED_PARAMETERS: dict[str, tuple[Any, ...]] = {
-    "allowed_token_ids": ([],),
     "audio": (),
-    "bad_words": ([],),
     "beam_width": (1,),
     "chat_template": (),
     "custom_logit_processor": (),
     "custom_params": ({},),
     "documents": ([],),
+    "early_stopping": (False,),
     "ebnf": (),
     "function_call": ("none",),
     "functions": ([],),
@@ -40,7 +39,6 @@ UNSUPPORTED_PARAMETERS: dict[str, tuple[Any, ...]] = {
     "kv_transfer_params": (),
     "length_penalty": (1,),
     "logits_processors": ([],),
-    "logprob_token_ids": ([],),
     "lora_path": (),
     "lora_request": (),
     "modalities": (["text"],),
@@ -48,26 +46,35 @@ UNSUPPORTED_PARAMETERS: dict[str, tuple[Any, ...]] = {
     "prediction": (),
     "prompt_embeds": (),
     "regex": (),
-    "repetition_detection": (),
     "response_format": ({"type": "text"},),
     "return_hidden_states": (False,),
-    "return_tokens_as_token_ids": (False,),
     "session_params": (),
-    "spaces_between_special_tokens": (True,),
-    "stop_regex": ([],),
+    "spaces_between_special_tokens": (True, False),  # no kind of tokenizer that kitfox has puts any there
     "structural_tag": (),
     "structured_outputs": ({},),
     "suffix": ("",),
     "thinking_token_budget": (),
     "tool_choice": ("none", "auto"),
     "tools": ([],),
-    "truncate_prompt_tokens": (),
     "use_beam_search": (False,),
     "vllm_xargs": ({},),
     "web_search_options": (),
 }
 
 T = TypeVar("T", bound=msgspec.Struct)
+
+
+class JsonObject(dict[str, Any]):
+    """A request's body; `strict` (--strict) refuses members that nobody reads."""
+
+    strict = False
+
+    def part(self, member: dict[str, Any]) -> JsonObject:
+        """An object inside of it, as strict and also without its null members."""
+        made = JsonObject((name, value) for name, value in member.items() if value is not None)
+        made.strict = self.strict
+        return made
+
 
 _ERROR_PLACE = re.compile(r"^(?P<what>.*?) - at `\$\.?(?P<place>[^`]*)`$", re.DOTALL)
 
@@ -92,7 +99,7 @@ async def read_body(request: Request, max_body_bytes: int) -> bytes:
     return b"".join(chunks)
 
 
-async def read_json_object(request: Request, max_body_bytes: int) -> dict[str, Any]:
+async def read_json_object(request: Request, max_body_bytes: int) -> JsonObject:
     """The body as a JSON object without its null members: null means "not given" everywhere in the API.
 
     Raises:
@@ -104,7 +111,9 @@ async def read_json_object(request: Request, max_body_bytes: int) -> dict[str, A
     body = decode_json(await read_body(request, max_body_bytes))
     if not isinstance(body, dict):
         raise RequestError("the request body must be a JSON object")
-    return {name: value for name, value in body.items() if value is not None}
+    given = JsonObject((name, value) for name, value in body.items() if value is not None)
+    given.strict = request.app.state.strict
+    return given
 
 
 def decode_json(raw: bytes) -> Any:
@@ -136,7 +145,7 @@ def convert_body(body: dict[str, Any], kind: type[T]) -> tuple[T, list[str]]:
 
     Raises:
         UnsupportedParameterError: a known parameter asks for something that kitfox cannot do.
-        RequestError: a member is missing or has the wrong type.
+        RequestError: a member is missing or has the wrong type, or nobody reads it and the body is strict.
     """
     known = kind.__struct_fields__
     for name, wanted in body.items():
@@ -147,8 +156,18 @@ def convert_body(body: dict[str, Any], kind: type[T]) -> tuple[T, list[str]]:
     except msgspec.ValidationError as error:
         raise _validation_error(str(error)) from None
     unread = dict.fromkeys(_unread_members(body, value))
-    ignored = [name for name in unread if name not in UNSUPPORTED_PARAMETERS]
-    return value, ignored[:MAX_IGNORED_NAMES]
+    ignored = [name for name in unread if name not in UNSUPPORTED_PARAMETERS][:MAX_IGNORED_NAMES]
+    if isinstance(body, JsonObject) and body.strict:
+        refuse_ignored(ignored)
+    return value, ignored
+
+
+def refuse_ignored(names: list[str]) -> None:
+    """What `--strict` makes of parameters that nobody reads: a RequestError, if there are any."""
+    if names:
+        refusal = RequestError(f"unknown parameters are refused (--strict): {', '.join(names)}", param=names[0])
+        refusal.code = "unknown_parameter"
+        raise refusal
 
 
 def _unread_members(given: dict[str, Any], made: msgspec.Struct, place: str = "") -> Iterator[str]:

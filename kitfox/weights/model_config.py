@@ -10,9 +10,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from kitfox.config import ModelConfig, RopeScaling
-from kitfox.errors import UnsupportedModelError, WeightsError
+import msgspec
+
+from kitfox.config import ModelConfig, ModelOptions, RopeScaling
+from kitfox.errors import ConfigError, InvalidParameterError, UnsupportedModelError, WeightsError
 from kitfox.gguf_metadata import GGML_QUANTIZATIONS, GgufMetadata, GgufTensor
+from kitfox.request import SamplingParams
 
 SUPPORTED_ARCHITECTURES = (
     "LlamaForCausalLM",
@@ -32,6 +35,24 @@ _GGML_FLOATS = {0: "float32", 1: "float16", 30: "bfloat16"}
 _GEMMA3_PATTERN = 6
 _GEMMA3_LOCAL_THETA = 10000.0
 _GEMMA3_27B_LAYERS = 62
+# Names in generation_config.json -> fields of SamplingParams.
+_GENERATION_DEFAULTS = {
+    "temperature": "temperature",
+    "top_k": "top_k",
+    "top_p": "top_p",
+    "min_p": "min_p",
+    "repetition_penalty": "repetition_penalty",
+    "max_new_tokens": "max_tokens",
+    "max_tokens": "max_tokens",
+}
+# GGUF keys behind "general.sampling." -> names in generation_config.json.
+_GGUF_SAMPLING = {
+    "temp": "temperature",
+    "top_k": "top_k",
+    "top_p": "top_p",
+    "min_p": "min_p",
+    "penalty_repeat": "repetition_penalty",
+}
 
 
 def read_model_config(path: Path) -> ModelConfig:
@@ -50,13 +71,39 @@ def read_model_config(path: Path) -> ModelConfig:
     return _from_json(config, _read_json(path / "generation_config.json"), _stored_bytes(path))
 
 
-def read_generation_defaults(path: Path) -> dict[str, Any]:
-    """The sampling parameters a checkpoint recommends (its `generation_config.json`); empty when it has none."""
-    if path.is_file():
-        return {}
-    names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
-    config = _read_json(path / "generation_config.json")
-    return {name: config[name] for name in names if config.get(name) is not None}
+def read_generation_defaults(path: Path, options: ModelOptions) -> dict[str, Any]:
+    """Fields of `SamplingParams` for requests that leave them out; empty where neither model nor options have any.
+
+    Raises:
+        ConfigError: one of them is unknown, of the wrong type or out of range.
+        WeightsError: the file is no JSON object.
+    """
+    source = options.generation_config
+    found: dict[str, Any] = {}
+    if source not in ("auto", "vllm"):
+        file = Path(source).expanduser() / "generation_config.json"
+        if not file.is_file():
+            raise ConfigError(f"--generation-config: there is no {file}", param="generation_config")
+        found = _read_json(file)
+    elif source == "auto" and path.is_dir():
+        found = _read_json(path / "generation_config.json")
+    elif source == "auto":
+        metadata = GgufMetadata(path)
+        found = {name: metadata.get(f"general.sampling.{key}") for key, name in _GGUF_SAMPLING.items()}
+    known = _GENERATION_DEFAULTS
+    defaults = {known[name]: found[name] for name in known if found.get(name) is not None}
+    if options.stream_interval != 1:
+        defaults["stream_interval"] = options.stream_interval
+    for name, value in options.override_generation_config.items():
+        if name not in known:
+            names = ", ".join(known)
+            raise ConfigError(f"--override-generation-config: {name[:64]} is not one of {names}", param=name[:64])
+        defaults[known[name]] = value
+    try:
+        msgspec.convert(defaults, SamplingParams)
+    except (msgspec.ValidationError, InvalidParameterError) as error:
+        raise ConfigError(f"the default sampling parameters (--generation-config) are wrong: {error}") from None
+    return defaults
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -50,6 +51,8 @@ def answering(pages: dict[str, Any]) -> Iterator[str]:
 def process(env: dict[str, str] | None = None) -> Iterator[int]:
     """A process that could be a server's; its id."""
     with subprocess.Popen(["sleep", "600"], env={**os.environ, **(env or {})}) as sleeping:
+        while sys.platform == "linux" and not Path(f"/proc/{sleeping.pid}/environ").read_bytes():  # not yet set up
+            time.sleep(0.001)
         yield sleeping.pid
         sleeping.kill()
 

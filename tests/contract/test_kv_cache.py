@@ -262,6 +262,17 @@ class Engine:
         self.finished.append(request)
         assert self.manager.block_ids(request.request_id) == []
 
+    def flush(self) -> None:
+        """Between two steps; the steps that follow read what the running requests computed before."""
+        tables = {request.request_id: self.manager.block_ids(request.request_id) for request in self.running}
+        is_empty = self.manager.reset()
+        self.manager.check_integrity()
+        assert tables == {request.request_id: self.manager.block_ids(request.request_id) for request in self.running}
+        assert is_empty == (self.manager.num_cached_blocks == 0)
+        assert is_empty or self.running
+        assert self.manager.num_evictable_blocks == 0
+        self._check_blocks_are_partitioned()
+
     def _check_blocks_are_partitioned(self) -> None:
         in_use = {block_id for table in self.tables.values() for block_id in table}
         assert self.manager.num_free_blocks + len(in_use) <= self.manager.num_blocks
@@ -313,6 +324,8 @@ def test_every_request_reads_its_own_history(organisation: str, block_size: int,
             live = engine.waiting + engine.running
             if live and rng.random() < 0.1:
                 engine.abort(rng.choice(live))
+            if rng.random() < 0.05:
+                engine.flush()
             history += [request.all_token_ids for request in engine.finished[-2:]]
             probe = make_request("probe", (rng.choice(history) + [rng.randint(0, 2) for _ in range(6)])[:max_len], 0)
             engine.manager.explain(probe)
@@ -365,15 +378,22 @@ def test_the_configuration_chooses_the_organisation() -> None:
 
 
 @pytest.mark.parametrize("organisation", ORGANISATIONS)
-def test_reset_is_refused_while_blocks_are_in_use(organisation: str) -> None:
+def test_reset_keeps_what_is_in_use(organisation: str) -> None:
     manager = make(organisation, 8, 4)
+    compute(manager, make_request("old", [2] * 9))
     request = make_request("a", [1] * 9)
     assert manager.allocate_slots(request, 9) is not None
-    assert not manager.reset()
+    request.num_computed_tokens = 9
+    manager.cache_computed(request)
+    caches = organisation != "none"
+    assert manager.reset() is not caches
     assert len(manager.block_ids("a")) == 3
+    assert manager.match_prefix(make_request("b", [2] * 9)) == NO_PREFIX
+    assert (manager.match_prefix(make_request("b", [1] * 9)).num_tokens == 8) is caches
     manager.free(request)
     assert manager.reset()
     assert manager.match_prefix(make_request("b", [1] * 9)) == NO_PREFIX
+    assert manager.num_free_blocks == 8
 
 
 @pytest.mark.parametrize("organisation", ORGANISATIONS)

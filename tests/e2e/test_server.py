@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import random
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -13,6 +15,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import httpx
 import openai
@@ -328,3 +331,45 @@ def test_sglangs_command_line_serves_with_the_radix_cache_and_drains_on_sigterm(
         assert any('"finish_reason":"length"' in line for line in rest)
     finally:
         assert server.stop() == 0
+
+
+def test_operators_can_flush_pause_abort_sleep_and_profile(server: Server):
+    http = server.http
+    prompt = {"text": "A quick brown fox " * 40, "sampling_params": {"max_new_tokens": 4, "temperature": 0}}
+    cold = http.post("/generate", json=prompt).json()
+    warm = http.post("/generate", json=prompt).json()
+    assert (warm["text"], warm["meta_info"]["cached_tokens"] > 0) == (cold["text"], True)
+    assert http.post("/flush_cache").status_code == 200
+    flushed = http.post("/generate", json=prompt).json()
+    assert (flushed["text"], flushed["meta_info"]["cached_tokens"]) == (cold["text"], 0)
+
+    assert http.post("/start_profile").status_code == 200
+    long = {
+        "text": "Once",
+        "rid": "long",
+        "stream": True,
+        "sampling_params": {"max_new_tokens": 900, "ignore_eos": True},
+    }
+    with http.stream("POST", "/generate", json=long) as stream:
+        lines = (line for line in stream.iter_lines() if line)
+        next(lines)
+        with httpx.Client(base_url=server.url, timeout=60) as other:
+            assert other.post("/pause?mode=keep").status_code == 200
+            assert other.get("/health").json()["status"] == "paused"
+            assert other.post("/sleep").json()["error"]["code"] == "engine_busy"
+            assert other.post("/resume").status_code == 200
+            assert other.post("/abort_request", json={"rid": "long"}).json() == {"aborted": ["long"]}
+        *_, last, done = lines
+    assert done == "data: [DONE]"
+    assert '"type":"abort"' in last
+    profile = http.post("/stop_profile").json()
+    events = json.loads(Path(profile["path"]).read_text())["traceEvents"]
+    assert {"decode", "prefill", "aborted"} <= {event["name"] for event in events}
+    shutil.rmtree(Path(profile["path"]).parent)
+
+    server.wait_idle()
+    assert http.post("/sleep").json()["is_sleeping"]
+    assert http.post("/generate", json=prompt).json()["error"]["code"] == "asleep"
+    assert http.post("/wake_up").json() == {"is_sleeping": False}
+    assert http.get("/health_generate").status_code == 200
+    assert http.post("/generate", json=prompt).json()["text"] == cold["text"]

@@ -30,8 +30,18 @@ class FakeExecutor:
         self.token_ids: dict[str, list[int]] = {}
         self.block_ids: dict[str, list[int]] = {}
         self.steps: list[SchedulerOutput] = []
+        self.has_kv_cache = True
+
+    def release_kv_cache(self) -> None:
+        assert self.has_kv_cache
+        self.has_kv_cache = False
+
+    def restore_kv_cache(self) -> None:
+        assert not self.has_kv_cache
+        self.has_kv_cache = True
 
     def execute(self, scheduled: SchedulerOutput) -> ModelRunnerOutput:
+        assert self.has_kv_cache or not scheduled.num_scheduled_tokens, "tokens were scheduled without a KV cache"
         self.steps.append(scheduled)
         for request_id in (*scheduled.finished_request_ids, *scheduled.preempted_request_ids):
             del self.token_ids[request_id], self.block_ids[request_id]

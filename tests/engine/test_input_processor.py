@@ -2,17 +2,30 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from kitfox.engine.input_processor import EngineLimits, InputProcessor
 from kitfox.errors import ContextLengthError, InvalidParameterError
-from kitfox.request import SamplingParams
+from kitfox.request import RepetitionDetection, SamplingParams
+from tests.test_tokenizer import sentencepiece_gguf
+
+
+class WordTokenizer:
+    """A token is a number, a space before it adds fifty."""
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        assert not add_special_tokens
+        words = text.split(" ")
+        return [int(word) + 50 * (i > 0) for i, word in enumerate(words) if word.strip()]
+
 
 LIMITS = EngineLimits(vocab_size=100, max_model_len=32, capacity_tokens=64, max_logprobs=5, eos_token_ids=(2, 3))
 
 
 def process(prompt: list[int], **sampling: object):
-    return InputProcessor(LIMITS).process(prompt, SamplingParams(**sampling), request_id="r")
+    return InputProcessor(LIMITS, WordTokenizer()).process(prompt, SamplingParams(**sampling), request_id="r")
 
 
 def test_max_tokens_defaults_to_what_the_context_leaves():
@@ -40,7 +53,7 @@ def test_prompt_only_may_fill_the_context():
 def test_a_small_pool_is_named_as_the_limit():
     limits = EngineLimits(vocab_size=100, max_model_len=32, capacity_tokens=16, max_logprobs=5, eos_token_ids=())
     with pytest.raises(ContextLengthError, match="KV cache holds 16"):
-        InputProcessor(limits).process([5] * 10, SamplingParams(max_tokens=10), request_id="r")
+        InputProcessor(limits, WordTokenizer()).process([5] * 10, SamplingParams(max_tokens=10), request_id="r")
 
 
 @pytest.mark.parametrize("wrong", [-1, 100, 10**18])
@@ -58,6 +71,11 @@ def test_token_ids_outside_the_vocabulary(wrong: int):
         ({"stop_token_ids": (-1,)}, "stop_token_ids"),
         ({"logprobs": 6}, "logprobs"),
         ({"prompt_logprobs": 6}, "prompt_logprobs"),
+        ({"logprobs": -1}, "logprobs"),
+        ({"prompt_logprobs": -1}, "prompt_logprobs"),
+        ({"logprob_token_ids": (100,), "logprobs": 0}, "logprob_token_ids"),
+        ({"allowed_token_ids": (1, 100)}, "allowed_token_ids"),
+        ({"stop_regex": ("(",)}, "stop_regex"),
     ],
 )
 def test_what_needs_the_model_to_be_checked(sampling: dict, param: str):
@@ -88,6 +106,19 @@ def test_what_needs_the_model_to_be_checked(sampling: dict, param: str):
         ({"stop": ("x",) * 17}, "stop"),
         ({"stop_token_ids": (1,) * 2000}, "stop_token_ids"),
         ({"seed": 2**64}, "seed"),
+        ({"logprobs": -2}, "logprobs"),
+        ({"stop_regex": ("x",) * 33}, "stop_regex"),
+        ({"stop_regex": ("x" * 257,)}, "stop_regex"),
+        ({"bad_words": ("",)}, "bad_words"),
+        ({"bad_words": ("x",) * 257}, "bad_words"),
+        ({"bad_words": ("x" * 129,)}, "bad_words"),
+        ({"allowed_token_ids": (1,) * 16385}, "allowed_token_ids"),
+        ({"logprob_token_ids": (1,) * 129, "logprobs": 0}, "logprob_token_ids"),
+        ({"logprob_token_ids": (1,)}, "logprob_token_ids"),
+        ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
+        ({"truncate_prompt_tokens": -2}, "truncate_prompt_tokens"),
+        ({"truncation_side": "middle"}, "truncation_side"),
+        ({"stream_interval": 0}, "stream_interval"),
     ],
 )
 def test_what_sampling_params_refuse_by_themselves(sampling: dict, param: str):
@@ -95,6 +126,72 @@ def test_what_sampling_params_refuse_by_themselves(sampling: dict, param: str):
         SamplingParams(**sampling)
     assert refused.value.param == param
     assert refused.value.status == 400
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {"max_pattern_size": 0},
+        {"max_pattern_size": 257},
+        {"max_pattern_size": 2, "min_pattern_size": 3},
+        {"max_pattern_size": 2, "min_pattern_size": 0},
+        {"max_pattern_size": 2, "min_count": 1},
+    ],
+)
+def test_repetition_detection_refuses_by_itself(sizes: dict):
+    with pytest.raises(InvalidParameterError) as refused:
+        RepetitionDetection(**sizes)
+    assert refused.value.param == "repetition_detection"
+
+
+def test_minus_one_logprobs_are_the_whole_vocabulary_where_that_is_allowed():
+    limits = EngineLimits(vocab_size=100, max_model_len=10**6, capacity_tokens=10**6, max_logprobs=-1, eos_token_ids=())
+    door = InputProcessor(limits, WordTokenizer())
+    asked = SamplingParams(logprobs=-1, prompt_logprobs=-1, max_tokens=10)
+    (request,) = door.process([5] * 10, asked, request_id="r")
+    assert (request.sampling.logprobs, request.sampling.prompt_logprobs) == (100, 100)
+    for prompt, sampling in (
+        ([5] * 40_000, SamplingParams(prompt_logprobs=-1)),
+        ([5], SamplingParams(logprobs=-1, max_tokens=40_000)),
+        ([5], SamplingParams(logprobs=-1, max_tokens=1000, n=40)),
+    ):
+        with pytest.raises(InvalidParameterError, match="must be <= 4000000"):
+            door.process(prompt, sampling, request_id="r")
+    assert door.process([5], SamplingParams(logprobs=20, max_tokens=500_000, n=8), request_id="r")
+
+
+def test_a_bad_word_is_forbidden_with_a_space_before_it_and_without():
+    (request,) = process([1], bad_words=("7 8", "9"), bad_token_sequences=((4, 5), (9,)))
+    assert request.sampling.bad_token_sequences == ((4, 5), (9,), (7, 58), (57, 58), (59,))
+
+
+@pytest.mark.parametrize("add_space_prefix", [True, False])
+def test_a_bad_word_inside_an_answer_has_no_space_that_only_a_first_word_has(tmp_path: Path, add_space_prefix: bool):
+    tokenizer = sentencepiece_gguf(tmp_path / "t.gguf", add_space_prefix=add_space_prefix)
+    limits = EngineLimits(tokenizer.vocab_size, 32, 64, 5, ())
+    (request,) = InputProcessor(limits, tokenizer).process([1], SamplingParams(bad_words=("fox",)), request_id="r")
+    spelled = [[tokenizer.token_text(i) for i in ids] for ids in request.sampling.bad_token_sequences]
+    assert spelled == [["fox"], [" fox"]]
+
+
+def test_truncation():
+    prompt = list(range(40))
+    assert process(prompt, truncate_prompt_tokens=3, max_tokens=1)[0].prompt_token_ids == [37, 38, 39]
+    right = process(prompt, truncate_prompt_tokens=3, truncation_side="right", max_tokens=1)
+    assert right[0].prompt_token_ids == [0, 1, 2]
+    assert process(prompt, truncate_prompt_tokens=-1, max_tokens=10)[0].prompt_token_ids == prompt[-22:]
+    assert process(prompt, truncate_prompt_tokens=-1, max_tokens=None)[0].prompt_token_ids == prompt[-31:]
+    assert process([1], truncate_prompt_tokens=3, max_tokens=1)[0].prompt_token_ids == [1]
+    with pytest.raises(ContextLengthError):
+        process(prompt, truncate_prompt_tokens=35, max_tokens=1)
+
+
+def test_the_default_of_max_tokens_is_a_cap_not_a_demand():
+    limits = EngineLimits(100, 32, 64, 5, (2, 3), default_max_tokens=20)
+    door = InputProcessor(limits, WordTokenizer())
+    lengths = [door.process([5] * n, SamplingParams(max_tokens=None), request_id="r") for n in (1, 20)]
+    assert [made[0].sampling.max_tokens for made in lengths] == [20, 12]
+    assert door.process([5], SamplingParams(max_tokens=30), request_id="r")[0].sampling.max_tokens == 30
 
 
 def test_several_answers_share_the_prompt_and_differ_in_seed():

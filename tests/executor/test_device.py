@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -101,7 +102,7 @@ def _dispatch(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 
 
 def _steps() -> list[SchedulerOutput]:
-    """Chunks, decodes beside them, a copied block, greedy and sampled requests with everything that is reported."""
+    """Chunks, decodes beside them, a copied block, greedy, pooled and sampled requests with everything reported."""
     greedy = SamplingParams(temperature=0)
     sampled = SamplingParams(
         temperature=0.8,
@@ -118,6 +119,7 @@ def _steps() -> list[SchedulerOutput]:
         min_tokens=2,
     )
     prompts = {"a": list(range(1, 41)), "b": list(range(50, 71)), "c": list(range(1, 21))}
+    prompts |= {"mean": list(range(9, 25)), "last": list(range(30, 40))}
 
     def new(name: str, sampling: SamplingParams, blocks: list[int], computed: int = 0) -> NewRequest:
         return NewRequest(
@@ -128,15 +130,23 @@ def _steps() -> list[SchedulerOutput]:
             stop_token_ids=(7,),
             block_ids=blocks,
             num_computed_tokens=computed,
+            pooling=name if name in ("mean", "last") else None,
         )
 
     return [
-        SchedulerOutput(step=1, new_requests=[new("a", greedy, [0, 1, 2])], num_scheduled_tokens={"a": 25}),
+        SchedulerOutput(
+            step=1,
+            new_requests=[new("a", greedy, [0, 1, 2]), new("mean", greedy, [6])],
+            num_scheduled_tokens={"a": 25, "mean": 7},
+        ),
         SchedulerOutput(
             step=2,
-            new_requests=[new("b", sampled, [3, 4])],
-            cached_requests=[CachedRequest(request_id="a", new_block_ids=[], num_computed_tokens=25)],
-            num_scheduled_tokens={"a": 15, "b": 21},
+            new_requests=[new("b", sampled, [3, 4]), new("last", greedy, [7])],
+            cached_requests=[
+                CachedRequest(request_id="a", new_block_ids=[], num_computed_tokens=25),
+                CachedRequest(request_id="mean", new_block_ids=[], num_computed_tokens=7),
+            ],
+            num_scheduled_tokens={"a": 15, "mean": 9, "b": 21, "last": 10},
         ),
         SchedulerOutput(
             step=3,
@@ -154,8 +164,8 @@ def _steps() -> list[SchedulerOutput]:
 def _run(name: str, device: torch.device, dtype: torch.dtype, **options: Any) -> list[ModelRunnerOutput]:
     kernels = TorchKernels(device, dtype, dtype, **options)
     model = random_model(name, kernels)
-    caches = [kernels.make_kv_cache(6, 16, 2, model.config.head_dim) for _ in model.layers]
-    runner = ModelRunner(model, caches, max_num_seqs=4, max_model_len=64, block_size=16, seed=0)
+    caches = [kernels.make_kv_cache(8, 16, 2, model.config.head_dim) for _ in model.layers]
+    runner = ModelRunner(model, caches, max_num_seqs=5, max_model_len=64, block_size=16, seed=0)
     with torch.no_grad():  # in inference mode a subclass of Tensor cannot be written to
         return [ModelRunner.execute.__wrapped__(runner, step) for step in _steps()]
 
@@ -170,6 +180,10 @@ def test_steps_on_a_device_hold_no_tensor_of_the_host_and_give_the_same_tokens(n
     assert [sorted(output.sampled_token_ids) for output in outputs] == [[], ["a", "b"], ["a", "b", "c"]]
     assert outputs[1].prompt_logprobs.keys() == {"b"}
     assert outputs[2].logprobs.keys() == {"b"}
+    assert outputs[1].embeddings.keys() == {"mean", "last"}
+    for request_id, vector in outputs[1].embeddings.items():
+        right = np.frombuffer(expected[1].embeddings[request_id], "<f4")
+        np.testing.assert_allclose(np.frombuffer(vector, "<f4"), right, atol=0.05 if dtype.itemsize == 2 else 1e-5)
 
 
 def test_the_emulated_device_refuses_a_mixture():

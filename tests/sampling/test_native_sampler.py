@@ -91,7 +91,7 @@ def test_equals_the_definition(native: NativeSampler, kind: str, vocab_size: int
 def test_greedy_and_adjusted_rows_equal_the_definition(native: NativeSampler, kind: str) -> None:
     generator = np.random.default_rng(0)
     for vocab_size in VOCAB_SIZES:
-        logits = make_logits(kind, 6, vocab_size)
+        logits = make_logits(kind, 8, vocab_size)
         history = generator.integers(0, vocab_size, 50).tolist()
         ids = {int(i): float(generator.normal() * 5) for i in generator.integers(0, vocab_size, 20)}
         rows = [
@@ -100,6 +100,8 @@ def test_greedy_and_adjusted_rows_equal_the_definition(native: NativeSampler, ki
             make_row(repetition_penalty=1.7, prompt=history[:20], output=history[20:]),
             make_row(presence_penalty=0.5, frequency_penalty=0.7, prompt=history, output=history),
             make_row(stop=tuple(history[:5]), min_tokens=1),
+            make_row(allowed_token_ids=tuple(history[:9]), presence_penalty=0.5, output=history[:3]),
+            make_row(bad_token_sequences=((history[0],), tuple(history[1:4])), output=history[1:3]),
             make_row(temperature=0.01, frequency_penalty=2.0, logit_bias=ids, output=history, seed_key=3),
         ]
         before = logits.clone()
@@ -274,6 +276,8 @@ def test_plain_greedy_requests() -> None:
         {"temperature": 1.0},
         {"logprobs": 0},
         {"logit_bias": {1: 1.0}},
+        {"allowed_token_ids": (1,)},
+        {"bad_token_sequences": ((1, 2),)},
         {"min_tokens": 1},
         {"presence_penalty": 1.0},
         {"frequency_penalty": 1.0},

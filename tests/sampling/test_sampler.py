@@ -307,3 +307,53 @@ def test_prompt_logprobs_in_chunks(
         assert entry.rank == 1 + int((expected[i] > expected[i, targets[i]]).sum())
         assert entry.top_ids == expected[i].topk(2).indices.tolist()
     assert prompt_logprobs(logits_fn, hidden[:0], [], 2, native) == []
+
+
+def test_only_allowed_tokens_are_chosen(sampler: Sampler) -> None:
+    assert sample_one(sampler, LOGITS, make_row(allowed_token_ids=(2, 5, 7))) == 7
+    assert sample_one(sampler, LOGITS, make_row(allowed_token_ids=(2, 5), logit_bias={1: 100.0})) == 2
+    allowed = draw(sampler, LOGITS, 4000, temperature=1.0, allowed_token_ids=(0, 3, 4))
+    assert_follows(allowed, filtered([0, 3, 4]))
+    assert_follows(draw(sampler, LOGITS, 2000, temperature=1.0, allowed_token_ids=(0, 3, 4), top_k=2), filtered([3, 4]))
+
+
+def test_a_bad_sequence_is_never_completed(sampler: Sampler) -> None:
+    bad = {"bad_token_sequences": ((1,), (6, 4), (7, 7, 3))}
+    assert sample_one(sampler, LOGITS, make_row(**bad)) == 4
+    assert sample_one(sampler, LOGITS, make_row(output=[6], **bad)) == 3
+    assert sample_one(sampler, LOGITS, make_row(output=[7, 6], **bad)) == 3
+    assert sample_one(sampler, LOGITS, make_row(output=[7, 7], logit_bias={3: 50.0}, **bad)) == 4
+    assert sample_one(sampler, LOGITS, make_row(output=[7], logit_bias={3: 50.0}, **bad)) == 3
+    assert sample_one(sampler, LOGITS, make_row(prompt=[6], **bad)) == 4  # the answer counts, not the prompt
+    everything = tuple((i,) for i in range(8))
+    assert sample_one(sampler, LOGITS, make_row(bad_token_sequences=everything)) is None
+
+
+def test_masks_hurt_no_neighbour_and_hide_no_fault(sampler: Sampler) -> None:
+    logits = torch.stack([LOGITS, LOGITS, LOGITS])
+    logits[1, 0] = torch.nan
+    before = logits.clone()
+    rows = [
+        make_row(allowed_token_ids=(5,), repetition_penalty=1.5, prompt=[5]),
+        make_row(allowed_token_ids=(5,)),
+        make_row(bad_token_sequences=((1,),), min_tokens=1, stop=(4,)),
+    ]
+    assert sampler.sample(logits, rows)[0] == [5, None, 3]
+    assert torch.equal(logits.nan_to_num(0.0), before.nan_to_num(0.0))
+
+
+def test_named_tokens_are_reported_beside_the_likely_ones(sampler: Sampler) -> None:
+    exact = LOGITS.double().log_softmax(-1)
+    rows = [make_row(logprobs=1, logprob_token_ids=(5, 1)), make_row(logprobs=0)]
+    _, (entry, plain) = sampler.sample(torch.stack([LOGITS, LOGITS]), rows)
+    assert entry is not None
+    assert plain is not None
+    assert entry.top_ids == [1]
+    assert entry.named_logprobs == pytest.approx([float(exact[5]), float(exact[1])], abs=1e-6)
+    assert plain.named_logprobs == []
+
+
+def test_named_tokens_of_a_prompt() -> None:
+    exact = LOGITS.double().log_softmax(-1)
+    entries = prompt_logprobs(lambda rows: rows, LOGITS.expand(20, -1), [2] * 20, 0, named=(6,))
+    assert [entry.named_logprobs for entry in entries] == [[pytest.approx(float(exact[6]), abs=1e-6)]] * 20

@@ -9,9 +9,11 @@ from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any, ClassVar
 
-from kitfox.config import EngineConfig, ModelConfig
+import numpy as np
+
+from kitfox.config import EngineConfig, ModelConfig, Pooling
 from kitfox.engine.input_processor import EngineLimits, InputProcessor
-from kitfox.errors import EngineDeadError, KitfoxError, RequestError, ShuttingDownError
+from kitfox.errors import EngineBusyError, EngineDeadError, KitfoxError, RequestError, ShuttingDownError
 from kitfox.outputs import CompletionOutput, EngineStats, RequestOutput, RequestTimings, TokenLogprobs
 from kitfox.request import FinishReason, SamplingParams
 from kitfox.tracing import TraceEvent, Tracer
@@ -29,6 +31,16 @@ class ByteTokenizer:
 
     vocab_size = VOCAB_SIZE
     specials: ClassVar[dict[int, str]] = {BOS: "<s>", EOS: "</s>"}
+
+    def __init__(self) -> None:
+        self.chat_template: str | None = "tools, tool_calls"  # says which dialect the model speaks; it is not rendered
+
+    @property
+    def info(self) -> dict[str, Any]:
+        return {"vocab_size": self.vocab_size, "bos_token": "<s>", "chat_template": self.chat_template}
+
+    def special_token_id(self, text: str) -> int | None:
+        return next((token_id for token_id, special in self.specials.items() if special == text), None)
 
     def encode(self, text: str, *, add_special_tokens: bool = True, parse_special: bool = True) -> list[int]:
         return list(text.encode())
@@ -49,7 +61,8 @@ class ByteTokenizer:
             if message["role"] == previous:
                 raise RequestError("the chat template refused the messages: roles must alternate", param="messages")
             previous = message["role"]
-        text = "".join(f"[{m['role']}]{m['content']}\n" for m in messages)
+        text = "".join(f"[tool {tool['function']['name']}]\n" for tool in kwargs.get("tools", ()))
+        text += "".join(f"[{m['role']}]{m['content']}\n" for m in messages)
         return text[:-1] if kwargs["continue_final_message"] else text + "[assistant]" * kwargs["add_generation_prompt"]
 
     def encode_chat(self, messages: list[dict[str, Any]], **kwargs: Any) -> list[int]:
@@ -65,12 +78,14 @@ class FakeAsyncLLM:
         fail_after: raise `failure` in the stream after so many deltas.
     """
 
-    def __init__(self, *, reply: str = REPLY, tokens_per_delta: int = 1):
+    def __init__(self, *, reply: str = REPLY, tokens_per_delta: int = 1, max_model_len: int = MAX_MODEL_LEN):
         self.config = EngineConfig().replace(model={"model": "fox", "served_model_names": (MODEL, "alias")})
         self.model_config = MODEL_CONFIG
         self.path = Path("/models/fox.gguf")
+        self.phases = [("load weights", 0.5), ("allocate and capture", 0.25)]
         self.kernels, self.device, self.num_threads = "fake kernels", "cpu", 2
-        self.max_model_len = MAX_MODEL_LEN
+        self.max_model_len = max_model_len
+        self.default_sampling_params: dict[str, Any] = {}
         self.tokenizer = ByteTokenizer()
         self.stats = EngineStats(num_blocks=10, num_free_blocks=7, num_running=2, num_waiting=1, block_size=32)
         self.on_step: Callable[[EngineStats], None] = lambda _: None
@@ -86,10 +101,13 @@ class FakeAsyncLLM:
         self.refusal: KitfoxError | None = None
         self.num_cached_tokens = 0
         self.in_flight: set[str] = set()
+        self.cut: set[str] = set()
+        self.is_paused = self.is_sleeping = False
+        self.controls: list[str] = []
         self.aborted: list[str] = []
         self.seen: list[tuple[str, list[int], SamplingParams]] = []
-        limits = EngineLimits(VOCAB_SIZE, MAX_MODEL_LEN, 10 * MAX_MODEL_LEN, 20, (EOS,))
-        self._input_processor = InputProcessor(limits)
+        limits = EngineLimits(VOCAB_SIZE, max_model_len, 10 * max_model_len, 20, (EOS,))
+        self._input_processor = InputProcessor(limits, self.tokenizer)  # type: ignore[arg-type]
 
     def start(self) -> None:
         pass
@@ -112,6 +130,39 @@ class FakeAsyncLLM:
             self.in_flight.discard(request_id)
             self.aborted.append(request_id)
 
+    @property
+    def open_request_ids(self) -> list[str]:
+        return sorted(self.in_flight)
+
+    def cut_short(self, request_id: str) -> bool:
+        """The answer ends with the next delta."""
+        self.cut.add(request_id)
+        return request_id in self.in_flight
+
+    async def flush_cache(self) -> bool:
+        self.controls.append("flush_cache")
+        return not self.in_flight
+
+    async def pause(self) -> None:
+        self.is_paused = True
+
+    async def resume(self) -> None:
+        self.is_paused = False
+
+    async def sleep(self) -> None:
+        if self.in_flight - self.cut:
+            raise EngineBusyError("requests are open")
+        self.is_sleeping = True
+
+    async def wake_up(self) -> None:
+        self.is_sleeping = False
+
+    async def start_profile(self) -> None:
+        self.tracer.start_profile()
+
+    async def stop_profile(self) -> list[TraceEvent]:
+        return self.tracer.stop_profile()
+
     async def trace(self, request_id: str) -> list[TraceEvent]:
         return self.tracer.of_request(request_id)
 
@@ -124,13 +175,19 @@ class FakeAsyncLLM:
         prompt: str | None = None,
         priority: int = 0,
         cache_salt: str | None = None,
+        pooling: Pooling | None = None,
     ) -> AsyncIterator[RequestOutput]:
         if self.health == "draining":
             raise ShuttingDownError("the server is shutting down")
         if self.refusal is not None:
             raise self.refusal
         requests = self._input_processor.process(
-            prompt_token_ids, sampling, request_id=request_id, priority=priority, cache_salt=cache_salt
+            prompt_token_ids,
+            sampling,
+            request_id=request_id,
+            priority=priority,
+            cache_salt=cache_salt,
+            pooling=pooling,
         )
         assert request_id not in self.in_flight, "two requests in flight under one id"
         self.in_flight.add(request_id)
@@ -138,6 +195,8 @@ class FakeAsyncLLM:
         self.tracer.emit("received", request_id, prompt=len(prompt_token_ids))
         max_tokens = requests[0].sampling.max_tokens
         assert max_tokens is not None
+        if pooling is not None:
+            return self._stream_vector(request_id, requests[0].prompt_token_ids, pooling)
         return self._stream(request_id, prompt, prompt_token_ids, sampling, max_tokens)
 
     async def _stream(
@@ -147,6 +206,17 @@ class FakeAsyncLLM:
         num_steps = max(map(len, answers))
         for step in range(num_steps):
             await asyncio.sleep(0)
+            if request_id in self.cut:
+                ends = [
+                    CompletionOutput(index=index, finish_reason=FinishReason.ABORT)
+                    for index, deltas in enumerate(answers)
+                    if step < len(deltas)
+                ]
+                self.in_flight.discard(request_id)
+                yield RequestOutput(
+                    request_id=request_id, prompt=prompt, prompt_token_ids=prompt_token_ids, outputs=ends, finished=True
+                )
+                return
             if self.fail_after is not None and step >= self.fail_after:
                 self.in_flight.discard(request_id)
                 raise self.failure
@@ -162,15 +232,39 @@ class FakeAsyncLLM:
             num_new_tokens = sum(len(answer.token_ids) for answer in output.outputs)
             self.on_step(EngineStats(num_step_tokens=num_prompt_tokens + num_new_tokens))
             if step == 0 and sampling.prompt_logprobs is not None:
-                entries = [_logprobs(t, sampling.prompt_logprobs) for t in prompt_token_ids[1:]]
+                entries = [_logprobs(t, sampling.prompt_logprobs, sampling) for t in prompt_token_ids[1:]]
                 output.prompt_logprobs = [None, *entries]
             if output.finished:
-                output.timings = RequestTimings(queue_s=0.1, prefill_s=0.2, decode_s=0.3, ttft_s=0.3)
+                output.timings = RequestTimings(
+                    queue_s=0.1, prefill_s=0.2, decode_s=0.3, ttft_s=0.3, prefill_tokens_per_s=5, decode_tokens_per_s=90
+                )
                 self.in_flight.discard(request_id)
                 self.tracer.emit("answered", request_id)
             yield output
             if self.hold is not None:
                 await self.hold.wait()
+
+    async def _stream_vector(
+        self, request_id: str, prompt_token_ids: list[int], pooling: Pooling
+    ) -> AsyncIterator[RequestOutput]:
+        try:
+            await asyncio.sleep(0)
+            if self.hold is not None:
+                await self.hold.wait()
+            if self.fail_after is not None:
+                raise self.failure
+            reason = FinishReason.ABORT if request_id in self.cut else FinishReason.STOP
+            yield RequestOutput(
+                request_id=request_id,
+                prompt=None,
+                prompt_token_ids=prompt_token_ids,
+                outputs=[CompletionOutput(index=0, finish_reason=reason)],
+                num_cached_tokens=self.num_cached_tokens,
+                embedding=fake_vector(prompt_token_ids, pooling).tobytes(),
+                finished=True,
+            )
+        finally:
+            self.in_flight.discard(request_id)
 
     def _answer(self, index: int, sampling: SamplingParams, max_tokens: int) -> list[CompletionOutput]:
         """All deltas of one answer; knowing the future, it holds back just what a stop string will cut."""
@@ -194,13 +288,21 @@ class FakeAsyncLLM:
             elif is_last:
                 delta.finish_reason = FinishReason.STOP if new and new[-1] == EOS else FinishReason.LENGTH
             if sampling.logprobs is not None:
-                delta.logprobs = [_logprobs(t, sampling.logprobs) for t in new]
+                delta.logprobs = [_logprobs(t, sampling.logprobs, sampling) for t in new]
             deltas.append(delta)
             if delta.finish_reason is not None:
                 break
         return deltas
 
 
-def _logprobs(token_id: int, num_top: int) -> TokenLogprobs:
+def fake_vector(token_ids: list[int], pooling: Pooling) -> np.ndarray:
+    """How often each of the remainders of 8 is there, or the last token's bits: similar prompts, similar vectors."""
+    if pooling == "mean":
+        return np.bincount(np.array(token_ids) % 8, minlength=8).astype("<f4")
+    return np.array([token_ids[-1] >> bit & 1 for bit in range(8)], "<f4")
+
+
+def _logprobs(token_id: int, num_top: int, sampling: SamplingParams) -> TokenLogprobs:
     others = [(token_id + k) % 256 for k in range(num_top)]
-    return TokenLogprobs(token_id, -0.5 - token_id / 1000, 1, others, [-0.5 - k for k in range(num_top)])
+    named = [-10.0 - i for i in sampling.logprob_token_ids]
+    return TokenLogprobs(token_id, -0.5 - token_id / 1000, 1, others, [-0.5 - k for k in range(num_top)], named)

@@ -74,7 +74,13 @@ def _logprobs_rows() -> Iterator[Fault]:
     yield _bad("logprobs huge", "B26", "logprobs", logprobs=10**6)
     yield _bad("logprobs as a boolean", "B23", "logprobs", logprobs=True)
     yield _bad_chat("top_logprobs without logprobs", "B23", "top_logprobs", top_logprobs=2)
-    yield _bad_chat("top_logprobs negative", "B23", "top_logprobs", logprobs=True, top_logprobs=-1)
+    yield _bad_chat("top_logprobs negative", "B23", "top_logprobs", logprobs=True, top_logprobs=-2)
+    yield _bad_chat("top_logprobs of the whole vocabulary", "B26", "logprobs", logprobs=True, top_logprobs=-1)
+    yield _bad("logprobs of the whole vocabulary", "B26", "logprobs", logprobs=-1)
+    yield _bad("prompt_logprobs -2", "B26", "prompt_logprobs", prompt_logprobs=-2)
+    yield _good("logprob_token_ids", "B25", "entries", echo=True, logprobs=1, logprob_token_ids=[65, 66])
+    yield _good("logprob_token_ids, streamed", "B20", "stream", logprob_token_ids=[65], stream=True)
+    yield _good("tokens as ids", "B23", "entries", echo=True, logprobs=1, return_tokens_as_token_ids=True)
     yield _good("n=2", "B28", n=2, temperature=1, seed=1)
     yield _good("n=2, streamed", "B28", "stream", n=2, temperature=1, seed=1, stream=True)
 
@@ -90,6 +96,8 @@ def _token_rows() -> Iterator[Fault]:
         yield _bad(f"logit_bias {bias}", "C34", "logit_bias", logit_bias=bias)
     for ids in ([10**9], [-1], [10**30], ["x"], [True]):
         yield _bad(f"stop_token_ids {ids}", "C35", "stop_token_ids", stop_token_ids=ids, min_tokens=1)
+        yield _bad(f"allowed_token_ids {ids}", "C35", "allowed_token_ids", allowed_token_ids=ids)
+        yield _bad(f"logprob_token_ids {ids}", "C35", "logprob_token_ids", logprob_token_ids=ids)
 
 
 def _number_rows() -> Iterator[Fault]:
@@ -109,12 +117,31 @@ def _number_rows() -> Iterator[Fault]:
         ("cache_salt", ""), ("cache_salt", "x" * 2000), ("cache_salt", 5), ("stream", "true"), ("stream", 1),
         ("echo", "true"), ("ignore_eos", "no"), ("stop", 5), ("stop", [5]), ("stop", [""]), ("stop", ""),
         ("stop", ["x"] * 100_000), ("stop", "x" * 100_000), ("stream_options", {"include_usage": True}),
-        ("stream_options", "usage"), ("model", 5),
+        ("stream_options", "usage"), ("model", 5), ("truncate_prompt_tokens", 0), ("truncate_prompt_tokens", -2),
+        ("truncate_prompt_tokens", "x"), ("truncation_side", "middle"), ("truncation_side", 1),
+        ("stream_interval", 0), ("stream_interval", 10**9), ("extra_key", ""), ("extra_key", "x" * 2000),
+        ("repetition_detection", {}), ("repetition_detection", {"max_pattern_size": 10**9}),
+        ("repetition_detection", {"max_pattern_size": 4, "min_count": 1}), ("repetition_detection", 3),
+        ("bad_words", "x"), ("bad_words", [""]), ("bad_words", ["x" * 10_000]), ("bad_words", [5]),
+        ("no_stop_trim", "yes"), ("rid", 5), ("return_prompt_text", 1),
     ):  # fmt: skip
         yield _bad(f"{name} {str(value)[:20]}", "C38-C43", name, **{name: value})
+    yield _bad("rid too long", "C44", "request_id", rid="x" * 1000)
+    yield _bad("rid and another request_id", "C44", "rid", rid="x", request_id="y")
     yield _good("top_k -1 is off", "C38", top_k=-1)
     yield _good("temperature 1e6", "C41", temperature=1e6, seed=1)
     yield _good("null means not given", "C38", temperature=None, stop=None, n=None, logit_bias=None, stream=None)
+
+
+def _stop_regex_rows() -> Iterator[Fault]:
+    for pattern in (
+        "(", "[", "(?<=a)b", "(?=a)b", r"(a)\1", "x$", r"\bx", "a*", "", "(" * 500, "(?:a{1000}){1000}", "a" * 300,
+        "a{99999999999}", "(?P<n>a)(?(n)b|c)", 5, ["x", 5], ["x"] * 40, ["x" * 40] * 30,
+    ):  # fmt: skip
+        yield _bad(f"stop_regex {str(pattern)[:20]}", "E59/D49", "stop_regex", stop_regex=pattern)
+    for pattern in ("(a+)+b", "(a|a)*b", "(.*)*(.*)*b", r"\s*\s*\s*\s*b"):
+        yield _good(f"stop_regex {pattern}", "D49", stop_regex=pattern, prompt="a" * 100)
+        yield _good_chat(f"stop_regex {pattern}, streamed", "D49", "stream", stop_regex=[pattern], stream=True)
 
 
 def _text_rows() -> Iterator[Fault]:
@@ -129,13 +156,15 @@ def _text_rows() -> Iterator[Fault]:
             yield Fault(f"{path} nested {depth} deep", "C47", path, raw=nested)
         listed = b'{"prompt": ' + b"[" * depth + b"]" * depth + b"}"
         yield Fault(f"prompt nested {depth} deep", "C47", COMPLETIONS, raw=listed)
-    tools = {"type": "function", "function": {"name": "f", "parameters": {}}}
-    yield _bad_chat("17 tools", "C52", "tools", tools=[tools] * 17)
     many = list(range(100_000))
     yield _bad("10^5 bad_words", "C49", "bad_words", bad_words=["x"] * 100_000)
     yield _bad("10^5 logit_bias", "C49", "logit_bias", logit_bias={str(i): 1 for i in many})
     yield _bad("10^5 stop_token_ids", "C49", "stop_token_ids", stop_token_ids=[1] * 100_000)
     yield _bad("10^5 allowed_token_ids", "C49", "allowed_token_ids", allowed_token_ids=many)
+    yield _bad("10^5 logprob_token_ids", "C49", "logprob_token_ids", logprobs=1, logprob_token_ids=[1] * 100_000)
+    yield _bad("10^5 stop_regex", "C49", "stop_regex", stop_regex=["x"] * 100_000)
+    yield _good("truncated to fit", "C50", prompt=[5] * 300_000, truncate_prompt_tokens=-1)
+    yield _good("truncated", "C50", prompt="x" * 5000, truncate_prompt_tokens=3, truncation_side="right")
     yield _bad("10^4 prompts", "C43", "prompt", prompt=["x"] * 10_000)
     yield _bad("100 prompts times n=100", "C43", "n", prompt=["x"] * 100, n=100)
     yield _bad("longer than any context", "C50", "prompt", prompt=[5] * 300_000)
@@ -172,10 +201,11 @@ def _chat_rows() -> Iterator[Fault]:
         yield _bad_chat(f"kwarg {name}", "D56", "chat_template_kwargs", chat_template_kwargs={name: loops})
     both = {"add_generation_prompt": True, "continue_final_message": True}
     yield _bad_chat("generation prompt and continue", "D58", "continue_final_message", **both)
+    yield from _tool_rows()
     for name, value in (
         ("response_format", {"type": "json_object"}), ("structured_outputs", {"regex": "("}), ("guided_regex", "["),
         ("guided_json", {}), ("tool_choice", "required"), ("functions", [{"name": "f"}]), ("lora_path", "x"),
-        ("use_beam_search", True), ("truncate_prompt_tokens", 5), ("suffix", "x"), ("echo", True),
+        ("use_beam_search", True), ("beam_width", 4), ("thinking_token_budget", 5), ("suffix", "x"), ("echo", True),
     ):  # fmt: skip
         yield _bad_chat(f"unsupported {name}", "E", name, **{name: value})
     yield _bad("unsupported suffix", "E", "suffix", suffix="tail")
@@ -184,10 +214,52 @@ def _chat_rows() -> Iterator[Fault]:
     yield _good_chat("harmless unknown", "C52", user="me", metadata={"a": "b"}, store=False)
 
 
+def _tool_rows() -> Iterator[Fault]:
+    def tool(name: Any = "f", **function: Any) -> dict[str, Any]:
+        return {"type": "function", "function": {"name": name, **function}}
+
+    named = {"type": "function", "function": {"name": "f"}}
+    yield _good_chat("17 tools", "C52", tools=[tool(f"f{i}", parameters={}) for i in range(17)])
+    yield _bad_chat("10^3 tools", "C49", "tools", tools=[tool(f"f{i}") for i in range(1000)])
+    yield _bad_chat("two tools of one name", "F85", "tools[1].function.name", tools=[tool(), tool()])
+    for name in ("", "a b", "x" * 65, "f\n", "<|im_end|>"):
+        yield _bad_chat(f"tool name {name!r}", "F85", "tools[0].function.name", tools=[tool(name)])
+    for bad in (5, [], {}, {"type": "function"}, tool(5), tool(parameters=[]), tool(parameters="x")):
+        yield _bad_chat(f"tool {bad}", "F85", "tools", tools=[bad])
+    yield _bad_chat("a tool of another type", "F85", "tools[0].type", tools=[tool() | {"type": "custom"}])
+    place = "tools[0].function.parameters"
+    float_type = {"type": "object", "properties": {"x": {"type": "float"}}}
+    yield _bad_chat("type float", "F85", f"{place}.properties.x.type", tools=[tool(parameters=float_type)])
+    yield _bad_chat("parameters of an array", "F85", f"{place}.type", tools=[tool(parameters={"type": "array"})])
+    for choice in ("any", 5, [], {}, {"type": "function"}, {"type": "function", "function": {"name": "g"}}):
+        yield _bad_chat(f"tool_choice {choice}", "F83", "tool_choice", tools=[tool()], tool_choice=choice)
+    yield _bad_chat("tool_choice of no tools", "F83", "tool_choice", tool_choice=named)
+    yield _good_chat("tool_choice auto", "F83", tools=[tool()], tool_choice="auto")
+    yield _good_chat("tools that are not to be used", "F83", tools=[tool()], tool_choice="none")
+    yield _good_chat("tools, streamed", "F83", "stream", tools=[tool()], stream=True)
+    user = {"role": "user", "content": "Hi"}
+    call = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
+    asked = [user, {"role": "assistant", "content": None, "tool_calls": [call]}]
+    yield _good_chat("a tool loop", "F", messages=[*asked, {"role": "tool", "tool_call_id": "c1", "content": "2"}])
+    old = {"role": "assistant", "function_call": {"name": "f", "arguments": "{}"}}
+    result = {"role": "function", "name": "f", "content": "2"}
+    yield _good_chat("a loop in the deprecated form", "F", messages=[user, old, result])
+    yield _bad_chat("calls of a user", "F", "messages[0].tool_calls", messages=[user | {"tool_calls": [call]}])
+    for bad_call in (5, {}, {"function": {}}, {"function": {"name": "f", "arguments": 5}}):
+        message = {"role": "assistant", "tool_calls": [bad_call]}
+        yield _bad_chat(f"call {bad_call}", "F", "messages", messages=[user, message])
+    yield _bad_chat("a tool's message without content", "F", "messages[0].content", messages=[{"role": "tool"}])
+
+
 def _stream_rows() -> Iterator[Fault]:
     for options in ({}, {"include_usage": False}, {"include_usage": True}, None):
         yield _good(f"stream_options {options}", "G88/G89", "stream", stream=True, stream_options=options)
         yield _good_chat(f"chat stream_options {options}", "G88/G89", "stream", stream=True, stream_options=options)
+    for fields in ({"stop_regex": r"qu[a-z]+"}, {"repetition_detection": {"max_pattern_size": 3}}):
+        yield _good(f"{fields}", "A8", **fields)
+        yield _good(f"{fields}, streamed", "A8", "stream", stream=True, **fields)
+    for interval in (1, 3, 1000):
+        yield _good(f"stream_interval {interval}", "G88", "stream", stream=True, stream_interval=interval)
     yield _good("stop strings", "A13", stop=["k=1 was", "1"])
     yield _good("stop strings, streamed", "A10", "stream", stop=["fox", "\nUser:"], stream=True)
     for path, body in ((COMPLETIONS, {"prompt": "Hi"}), (CHAT, {"messages": [{"role": "user", "content": "Hi"}]})):
@@ -196,7 +268,8 @@ def _stream_rows() -> Iterator[Fault]:
 
 
 FAULTS: list[Fault] = [
-    *_logprobs_rows(), *_token_rows(), *_number_rows(), *_text_rows(), *_chat_rows(), *_stream_rows(),
+    *_logprobs_rows(), *_token_rows(), *_number_rows(), *_stop_regex_rows(), *_text_rows(), *_chat_rows(),
+    *_stream_rows(),
 ]  # fmt: skip
 
 
@@ -229,7 +302,7 @@ def check_fault(fault: Fault, status: int, text: str) -> None:
         assert lengths.pop() >= body["usage"]["prompt_tokens"]
         assert logprobs["token_logprobs"][0] is None
     else:
-        assert all(choice["finish_reason"] in ("stop", "length") for choice in body["choices"])
+        assert all(choice["finish_reason"] in ("stop", "length", "repetition") for choice in body["choices"])
         assert 0 <= body["usage"]["prompt_tokens_details"]["cached_tokens"] < body["usage"]["prompt_tokens"]
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import httpx
 
 from kitfox.server.app import make_app
+from kitfox.server.options import ServerOptions
 from tests.server.fake_llm import MODEL, FakeAsyncLLM
 from tests.server.fault_table import CHAT, COMPLETIONS
 
@@ -17,11 +18,13 @@ def send(llm: FakeAsyncLLM, method: str, path: str, body: Any = None, **kwargs: 
     return send_all(llm, [(method, path, body)], **kwargs)[0]
 
 
-def send_all(llm: FakeAsyncLLM, requests: list[tuple[str, str, Any]], **kwargs: Any) -> list[httpx.Response]:
+def send_all(
+    llm: FakeAsyncLLM, requests: list[tuple[str, str, Any]], options: ServerOptions | None = None, **kwargs: Any
+) -> list[httpx.Response]:
     """Requests to one new app, one after the other."""
 
     async def run() -> list[httpx.Response]:
-        transport = httpx.ASGITransport(app=make_app(llm))
+        transport = httpx.ASGITransport(app=make_app(llm, options))
         async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
             return [
                 await client.request(method, path, json=_with_model(path, body), **kwargs)

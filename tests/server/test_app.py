@@ -13,6 +13,7 @@ import pytest
 import uvicorn
 
 from kitfox.server.app import _DrainingServer, make_app
+from kitfox.server.options import ServerOptions
 from tests.server.fake_llm import MAX_MODEL_LEN, MODEL, REPLY, FakeAsyncLLM
 from tests.server.fault_table import CHAT, COMPLETIONS
 from tests.server.http_client import send, send_all
@@ -110,7 +111,7 @@ def test_wrong_paths_get_openai_errors(method: str, path: str, status: int) -> N
 
 def test_large_body_and_wrong_content_type() -> None:
     async def run() -> list[httpx.Response]:
-        transport = httpx.ASGITransport(app=make_app(FakeAsyncLLM(), max_body_bytes=100))
+        transport = httpx.ASGITransport(app=make_app(FakeAsyncLLM(), ServerOptions(max_body_bytes=100)))
         async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
 
             async def chunks() -> Any:

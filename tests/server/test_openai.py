@@ -7,6 +7,9 @@ from typing import Any
 import pytest
 
 from kitfox.errors import QueueFullError
+from kitfox.request import RepetitionDetection
+from kitfox.server.openai import join_salts
+from kitfox.server.options import ServerOptions
 from tests.server.fake_llm import EOS, MODEL, REPLY, FakeAsyncLLM
 from tests.server.fault_table import CHAT, COMPLETIONS, stream_chunks
 from tests.server.http_client import send, send_all
@@ -52,12 +55,13 @@ def test_completion() -> None:
     assert body["id"].startswith("cmpl-")
     assert body["object"] == "text_completion"
     assert body["model"] == "alias"
-    end = {"finish_reason": "stop", "stop_reason": None}
+    end = {"finish_reason": "stop", "stop_reason": None, "matched_stop": None}
     assert body["choices"] == [{"index": 0, "text": REPLY, "logprobs": None} | end]
     num_tokens = len(REPLY.encode()) + 1
     counts = {"prompt_tokens": 2, "completion_tokens": num_tokens, "total_tokens": 2 + num_tokens}
     assert body["usage"] == counts | {"prompt_tokens_details": {"cached_tokens": 1}}
-    assert body["timings"] == {"queue_s": 0.1, "prefill_s": 0.2, "decode_s": 0.3, "ttft_s": 0.3}
+    rates = {"prefill_tokens_per_s": 5.0, "decode_tokens_per_s": 90.0}
+    assert body["timings"] == {"queue_s": 0.1, "prefill_s": 0.2, "decode_s": 0.3, "ttft_s": 0.3} | rates
     assert "ignored_parameters" not in body
 
 
@@ -223,13 +227,119 @@ def test_every_sampling_parameter_arrives() -> None:
     fields = {
         "temperature": 0.5, "top_p": 0.9, "top_k": 5, "min_p": 0.1, "repetition_penalty": 1.1, "presence_penalty": 0.2,
         "frequency_penalty": 0.3, "min_tokens": 2, "seed": 7, "ignore_eos": True, "include_stop_str_in_output": True,
-        "skip_special_tokens": False,
+        "skip_special_tokens": False, "truncate_prompt_tokens": 5, "truncation_side": "right", "stream_interval": 3,
     }  # fmt: skip
     send(llm, "POST", COMPLETIONS, {"prompt": "x", "logit_bias": {"5": 2}, "stop_token_ids": [9], "stop": "z"} | fields)
     sampling = llm.seen[0][2]
     assert {name: getattr(sampling, name) for name in fields} == fields
     assert (sampling.logit_bias, sampling.stop_token_ids, sampling.stop) == ({5: 2.0}, (9,), ("z",))
     assert sampling.max_tokens == 16
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+def test_lists_of_tokens_and_texts_arrive(path: str) -> None:
+    llm = FakeAsyncLLM()
+    lists = {"allowed_token_ids": [5, 6], "bad_words": ["x y"], "stop_regex": ["a+", "b"], "logprob_token_ids": [7]}
+    sizes = {"max_pattern_size": 4, "min_pattern_size": 2, "min_count": 5}
+    start = {"prompt": "x"} if path == COMPLETIONS else {"messages": USER}
+    response = send(llm, "POST", path, start | lists | {"repetition_detection": sizes, "no_stop_trim": True})
+    assert response.status_code == 200, response.text
+    sampling = llm.seen[0][2]
+    assert {name: list(getattr(sampling, name)) for name in lists} == lists
+    assert sampling.repetition_detection == RepetitionDetection(**sizes)
+    assert sampling.include_stop_str_in_output
+    assert sampling.logprobs == 0  # so that there is something to report the named tokens with
+    send(llm, "POST", path, start | {"stop_regex": "a+", "stop": ["z"]})
+    assert llm.seen[1][2].stop_regex == ("a+",)
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+def test_what_a_request_leaves_out_is_the_model_s_default(path: str) -> None:
+    llm = FakeAsyncLLM()
+    llm.default_sampling_params = {"temperature": 0.6, "top_k": 20, "max_tokens": 300, "stream_interval": 2}
+    start = {"prompt": "x"} if path == COMPLETIONS else {"messages": USER}
+    send(llm, "POST", path, start)
+    send(llm, "POST", path, start | {"temperature": 1, "top_k": 0, "max_tokens": 4, "stream_interval": 1, "top_p": 0.5})
+    (_, _, left_out), (_, _, given) = llm.seen
+    assert (left_out.temperature, left_out.top_k, left_out.top_p, left_out.stream_interval) == (0.6, 20, 1.0, 2)
+    assert left_out.max_tokens is None  # the engine caps it by the default and by what the context leaves
+    assert (given.temperature, given.top_k, given.top_p, given.stream_interval) == (1.0, 0, 0.5, 1)
+    assert given.max_tokens == 4
+    assert send(llm, "GET", "/server_info").json()["default_sampling_params"] == llm.default_sampling_params
+
+
+def test_named_tokens_are_in_the_logprobs() -> None:
+    fields = {"logprobs": 1, "logprob_token_ids": [65, 84], "max_tokens": 1}
+    logprobs = complete(**fields)["choices"][0]["logprobs"]
+    assert logprobs["top_logprobs"] == [{"T": pytest.approx(-0.584), "A": -75.0}]
+    assert complete(**fields | {"logprobs": None})["choices"][0]["logprobs"] == logprobs
+    (entry,) = chat(**fields | {"logprobs": None})["choices"][0]["logprobs"]["content"]
+    assert [(top["token"], top["logprob"]) for top in entry["top_logprobs"]] == [("A", -75.0), ("T", -94.0)]
+    prompt = complete(prompt_logprobs=1, logprob_token_ids=[65])["choices"][0]["prompt_logprobs"][1]
+    assert prompt["65"] == {"logprob": -75.0, "rank": None, "decoded_token": "A"}
+
+
+def test_tokens_can_be_shown_as_ids() -> None:
+    fields = {"return_tokens_as_token_ids": True, "max_tokens": 2}
+    logprobs = complete(logprobs=2, echo=True, **fields)["choices"][0]["logprobs"]
+    assert logprobs["tokens"] == ["token_id:72", "token_id:105", "token_id:84", "token_id:104"]
+    assert logprobs["text_offset"] == [0, 1, 2, 3]
+    assert list(logprobs["top_logprobs"][2]) == ["token_id:84", "token_id:85"]
+    (entry, _) = chat(logprobs=True, top_logprobs=2, **fields)["choices"][0]["logprobs"]["content"]
+    assert entry["token"] == "token_id:84"
+    assert entry["bytes"] == [84]
+    assert entry["top_logprobs"][1]["token"] == "token_id:85"
+
+
+@pytest.mark.parametrize(("side", "kept"), [("left", "llo"), ("right", "Hel")])
+def test_a_truncated_prompt_is_the_one_that_is_shown(side: str, kept: str) -> None:
+    llm = FakeAsyncLLM()
+    fields = {"prompt": "Hello", "truncate_prompt_tokens": 3, "truncation_side": side, "echo": True}
+    body = complete(llm, return_prompt_text=True, **fields)
+    assert body["choices"][0]["text"] == kept + REPLY
+    assert body["choices"][0]["prompt_text"] == kept
+    assert body["usage"]["prompt_tokens"] == 3
+    assert bytes(llm.seen[0][1]).decode() == kept
+    assert complete(prompt="x" * 2000, truncate_prompt_tokens=-1)["usage"]["prompt_tokens"] == 512 - 100
+
+
+def test_the_prompt_text_on_request() -> None:
+    assert chat(return_prompt_text=True)["prompt_text"] == "[user]Hi\n[assistant]"
+    first, *others = chunks_of(COMPLETIONS, return_prompt_text=True, prompt=[72, 105])
+    assert first["choices"][0]["prompt_text"] == "Hi"
+    assert not any("prompt_text" in chunk["choices"][0] for chunk in others)
+
+
+def test_salts_of_two_names_are_one() -> None:
+    salts = [("a", None), ("a", "b"), ("b", "a"), (None, "a"), ("a", "c"), (None, "ab")]
+    joined_salts = [join_salts(salt, key) for salt, key in salts]
+    assert joined_salts[0] == "a"
+    assert len(set(joined_salts)) == len(salts)
+    assert join_salts("a", "b") == joined_salts[1]
+    assert join_salts(None, None) is None
+
+
+def test_a_request_id_has_two_names() -> None:
+    assert complete(rid="mine")["id"] == "cmpl-mine"
+    assert complete(rid="mine", request_id="mine")["id"] == "cmpl-mine"
+
+
+def test_strict_refuses_what_nobody_reads() -> None:
+    options = ServerOptions(strict=True)
+    part = {"type": "text", "text": "Hi", "tone": "kind"}
+    for path, body, param in (
+        (COMPLETIONS, {"prompt": "Hi", "user": "me", "frobnicate": 1}, "user"),
+        (CHAT, {"messages": [{"role": "user", "content": [part]}]}, "messages[].content[].tone"),
+        ("/tokenize", {"prompt": "Hi", "user": "me"}, "user"),
+    ):
+        response = send(FakeAsyncLLM(), "POST", path, body, options=options)
+        assert response.status_code == 400
+        error = response.json()["error"]
+        assert (error["param"], error["code"]) == (param, "unknown_parameter")
+        assert "frobnicate" in error["message"] or path != COMPLETIONS
+        assert send(FakeAsyncLLM(), "POST", path, body).status_code == 200
+    asks_for_nothing = {"prompt": "Hi", "suffix": "", "use_beam_search": False, "spaces_between_special_tokens": False}
+    assert send(FakeAsyncLLM(), "POST", COMPLETIONS, asks_for_nothing, options=options).status_code == 200
 
 
 def test_chat_token_limit_has_two_names() -> None:

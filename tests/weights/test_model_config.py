@@ -6,11 +6,12 @@ import json
 from pathlib import Path
 from typing import Any
 
+import gguf
 import numpy as np
 import pytest
 
-from kitfox.config import RopeScaling
-from kitfox.errors import UnsupportedModelError, WeightsError
+from kitfox.config import ModelOptions, RopeScaling
+from kitfox.errors import ConfigError, UnsupportedModelError, WeightsError
 from kitfox.weights.hub import resolve_model
 from kitfox.weights.model_config import read_generation_defaults, read_model_config
 from tests.weights.gguf_files import write_gguf
@@ -63,7 +64,37 @@ def test_llama_with_rope_parameters(tmp_path: Path) -> None:
 def test_eos_ids_of_both_files_are_merged(tmp_path: Path) -> None:
     config = read(tmp_path, "LlamaForCausalLM", {"eos_token_id": [5, 6], "temperature": 0.6}, eos_token_id=6)
     assert config.eos_token_ids == (6, 5)
-    assert read_generation_defaults(tmp_path) == {"temperature": 0.6}
+    assert read_generation_defaults(tmp_path, ModelOptions()) == {"temperature": 0.6}
+
+
+def test_generation_defaults(tmp_path: Path) -> None:
+    recommended = {"temperature": 0.6, "top_k": 20, "min_p": None, "max_new_tokens": 300, "do_sample": True}
+    (tmp_path / "generation_config.json").write_text(json.dumps(recommended))
+    found = {"temperature": 0.6, "top_k": 20, "max_tokens": 300}
+    assert read_generation_defaults(tmp_path, ModelOptions()) == found
+    assert read_generation_defaults(tmp_path, ModelOptions(generation_config="vllm")) == {}
+    elsewhere = ModelOptions(generation_config=str(tmp_path))
+    assert read_generation_defaults(tmp_path / "other", elsewhere) == found
+    overridden = ModelOptions(override_generation_config={"top_k": 5, "min_p": 0.1}, stream_interval=4)
+    wanted = found | {"top_k": 5, "min_p": 0.1, "stream_interval": 4}
+    assert read_generation_defaults(tmp_path, overridden) == wanted
+    for wrong in ({"temperature": -1}, {"top_k": "x"}, {"wizardry": 1}):
+        with pytest.raises(ConfigError, match=next(iter(wrong))):
+            read_generation_defaults(tmp_path, ModelOptions(override_generation_config=wrong))
+    with pytest.raises(ConfigError, match="there is no"):
+        read_generation_defaults(tmp_path, ModelOptions(generation_config=str(tmp_path / "none")))
+
+
+def test_generation_defaults_of_a_gguf_file(tmp_path: Path) -> None:
+    writer = gguf.GGUFWriter(tmp_path / "m.gguf", "llama")
+    writer.add_float32("general.sampling.temp", 0.5)
+    writer.add_int32("general.sampling.top_k", 30)
+    writer.add_float32("general.sampling.penalty_repeat", 1.25)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    found = {"temperature": 0.5, "top_k": 30, "repetition_penalty": 1.25}
+    assert read_generation_defaults(tmp_path / "m.gguf", ModelOptions()) == found
 
 
 def test_mistral_slides_on_every_layer_or_none(tmp_path: Path) -> None:

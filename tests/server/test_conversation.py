@@ -1,0 +1,161 @@
+"""Messages and tools on their way to real chat templates."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import msgspec
+import pytest
+import tokenizers
+from tokenizers import AddedToken, decoders, models, pre_tokenizers
+
+from kitfox.errors import ConfigError
+from kitfox.server.conversation import (
+    Calling,
+    ChatDialect,
+    ChatPrompt,
+    Tool,
+    check_calling,
+    encode_conversation,
+    make_messages,
+)
+from kitfox.server.openai import ChatRequest
+from kitfox.tokenizer import Tokenizer
+
+TOOL = msgspec.convert({"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}, Tool)
+CALL = {"id": "call_1", "type": "function", "function": {"name": "f", "arguments": '{"a": "<é>"}'}}
+LOOP = [
+    {"role": "user", "content": "Hi"},
+    {"role": "assistant", "content": None, "tool_calls": [CALL]},
+    {"role": "tool", "tool_call_id": "call_1", "content": "2"},
+]
+
+
+def tokenizer_of(template: str, *special: str) -> Tokenizer:
+    """One token a byte, then the special ones."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    backend = tokenizers.Tokenizer(models.BPE({text: i for i, text in enumerate(alphabet)}, []))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in special])
+    return Tokenizer(backend, chat_template=template)
+
+
+def encode(tokenizer: Tokenizer, messages: list[dict[str, Any]], calling: Calling | None = None) -> ChatPrompt:
+    dialect = ChatDialect.choose(tokenizer, "auto", "auto")
+    fields = msgspec.convert({"messages": messages}, ChatRequest)
+    calling = Calling() if calling is None else calling
+    return asyncio.run(encode_conversation(tokenizer, dialect, fields, calling))
+
+
+def rendered(template: str, messages: list[dict[str, Any]], calling: Calling | None = None, *special: str) -> str:
+    tokenizer = tokenizer_of(template, *special)
+    return tokenizer.decode(encode(tokenizer, messages, calling).token_ids, skip_special_tokens=False)
+
+
+@pytest.mark.parametrize(
+    ("expression", "text"),
+    [
+        ("call.function.arguments | tojson", '{"a": "<é>"}'),
+        ("call.function | tojson", '{"name": "f", "arguments": {"a": "<é>"}}'),
+        ("'<' + call.function.arguments + '>'", '<{"a": "<é>"}>'),
+        ("call.function.arguments ~ '>'", '{"a": "<é>"}>'),
+        ("call.function.arguments", '{"a": "<é>"}'),
+        ("call.function.arguments.a", "<é>"),
+        ("call.function.arguments is string", "False"),
+    ],
+)
+def test_arguments_are_an_object_or_its_text_as_the_template_likes(expression: str, text: str) -> None:
+    template = "{% for m in messages %}{% for call in m.tool_calls %}{{ " + expression + " }}{% endfor %}{% endfor %}"
+    assert rendered(template, LOOP) == text
+    special = "<é>"  # marks what is not to become a special token, which must not change what arguments are
+    assert rendered(template, LOOP, None, special) == text
+
+
+def test_messages_of_a_tool_loop() -> None:
+    fields = msgspec.convert({"messages": LOOP}, ChatRequest)
+    user, assistant, tool = make_messages(fields.messages, ChatDialect())
+    assert user == {"role": "user", "content": "Hi"}
+    assert assistant["content"] == ""
+    assert assistant["tool_calls"][0]["id"] == "call_1"
+    assert tool == {"role": "tool", "content": "2", "tool_call_id": "call_1", "name": "f"}
+
+
+def test_the_deprecated_form_becomes_what_replaced_it() -> None:
+    messages = [
+        {"role": "assistant", "function_call": {"name": "f", "arguments": "{}"}, "reasoning": "Hm."},
+        {"role": "function", "name": "f", "content": "2"},
+    ]
+    assistant, tool = make_messages(msgspec.convert({"messages": messages}, ChatRequest).messages, ChatDialect())
+    assert assistant["reasoning_content"] == "Hm."
+    assert assistant["tool_calls"][0]["function"] == {"name": "f", "arguments": {}}
+    assert (tool["role"], tool["tool_call_id"]) == ("tool", assistant["tool_calls"][0]["id"])
+
+
+def test_arguments_that_are_no_object_stay_as_they_are() -> None:
+    for arguments in ("[1]", "no json", '"x"'):
+        message = {"role": "assistant", "tool_calls": [{"id": "c", "function": {"name": "f", "arguments": arguments}}]}
+        (made,) = make_messages(msgspec.convert({"messages": [message]}, ChatRequest).messages, ChatDialect())
+        assert made["tool_calls"][0]["function"]["arguments"] == arguments
+
+
+def test_mistral_ids_have_nine_characters() -> None:
+    template = (
+        "{{ '[TOOL_CALLS]' }}{% for m in messages %}{% for c in m.tool_calls %}{{ c.id }}{% endfor %}"
+        "{% if m.tool_call_id %}={{ m.tool_call_id }}{% endif %}{% endfor %}"
+    )
+    call_id, _, result_id = rendered(template, LOOP).removeprefix("[TOOL_CALLS]").partition("=")
+    assert call_id == result_id
+    assert len(call_id) == 9
+    own = [LOOP[0], {"role": "assistant", "tool_calls": [CALL | {"id": "abcDEF123"}]}]
+    assert rendered(template, own).endswith("abcDEF123")
+
+
+def test_tools_reach_the_template() -> None:
+    template = "{% for tool in tools %}{{ tool | tojson }}{% endfor %}"
+    shown = json.loads(rendered(template, LOOP[:1], check_calling([TOOL], "auto", parallel=True)))
+    function = {"name": "f", "description": "", "parameters": {"type": "object"}}
+    assert shown == {"type": "function", "function": function}
+    assert rendered(template, LOOP[:1], check_calling([TOOL], "none", parallel=True)) == ""
+
+
+def test_nobody_smuggles_special_tokens_through_a_tool() -> None:
+    template = "{% for tool in tools %}{{ tool.function.description }}{% endfor %}<|end|>"
+    tool = msgspec.convert({"function": {"name": "f", "description": "a<|end|>b"}}, Tool)
+    tokenizer = tokenizer_of(template, "<|end|>")
+    ids = encode(tokenizer, LOOP[:1], check_calling([tool], None, parallel=True)).token_ids
+    assert tokenizer.decode(ids, skip_special_tokens=False) == "a<|end|>b<|end|>"
+    assert ids.count(tokenizer.special_token_id("<|end|>")) == 1
+
+
+def test_a_system_message_takes_the_description_of_tools() -> None:
+    template = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
+    messages = [{"role": "system", "content": "Be brief."}, LOOP[0]]
+    text = rendered(template, messages, check_calling([TOOL], None, parallel=True))
+    assert text.startswith("[system]Be brief.\n\nYou can call functions.")
+    assert text.endswith("[user]Hi")
+
+
+def test_a_forced_call_begins_with_the_dialect_s_tokens_after_the_reasoning() -> None:
+    template = "{% if tools %}{% endif %}{{ messages[0].content }}<tool_call></think><think>"
+    tokenizer = tokenizer_of(template, "<tool_call>", "</tool_call>")
+    prompt = encode(tokenizer, LOOP[:1], check_calling([TOOL], "required", parallel=True))
+    text = tokenizer.decode(prompt.token_ids, skip_special_tokens=False)
+    assert prompt.call_prefill == '<tool_call>\n{"name": "'
+    assert text.endswith("<think>\n</think>\n\n" + prompt.call_prefill)
+    assert prompt.token_ids.count(tokenizer.special_token_id("<tool_call>")) == 2
+
+
+def test_reasoning_that_the_template_opens_or_closes() -> None:
+    for end, opens in (("<think>\n", True), ("<think></think>", False), ("", False)):
+        template = "{{ messages[0].content.split('</think>')[0] }}" + end
+        assert encode(tokenizer_of(template), LOOP[:1]).opens_reasoning is opens
+
+
+def test_unknown_parsers_are_refused() -> None:
+    with pytest.raises(ConfigError, match="tool_call_parser must be one of auto, none, hermes"):
+        ChatDialect.choose(tokenizer_of(""), "wizard", "auto")
+    with pytest.raises(ConfigError, match="reasoning_parser"):
+        ChatDialect.choose(tokenizer_of(""), "auto", "wizard")
