@@ -59,6 +59,7 @@ clients: $(VENV)/.ready-dev
 	$(PYTHON) -m venv build/clients
 	build/clients/bin/pip install -q openai anthropic litellm instructor 'pydantic-ai-slim[openai]' langchain-openai llm
 	build/clients/bin/pip install -q aiohttp requests numpy msgspec tqdm pydantic pybase64 ipython
+	build/clients/bin/pip install -q 'lm-eval[api]'
 	build/clients/bin/pip install -q --no-deps sglang==0.5.23
 	mkdir -p build/clients/node
 	npm install --silent --prefix build/clients/node openai ai @ai-sdk/openai-compatible zod

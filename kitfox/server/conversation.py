@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 
-from kitfox.errors import ConfigError, InvalidParameterError, UnsupportedParameterError
+from kitfox.errors import ConfigError, InvalidParameterError, RequestError, UnsupportedParameterError
 from kitfox.server.generation import ENCODE_IN_THREAD_CHARS
 from kitfox.server.parsers import (
     REASONING_MARKS,
@@ -24,6 +24,7 @@ from kitfox.server.parsers import (
     detect_reasoning_marks,
     detect_tool_call_parser,
 )
+from kitfox.server.validation import decode_json
 
 if TYPE_CHECKING:
     from kitfox.tokenizer import Tokenizer
@@ -355,8 +356,8 @@ def _arguments_of(call: FunctionCall) -> _Arguments | str:
     if isinstance(call.arguments, dict):
         return _Arguments(call.arguments)
     try:
-        value = json.loads(call.arguments or "{}")
-    except (ValueError, RecursionError):
+        value = decode_json((call.arguments or "{}").encode())
+    except RequestError:  # what a model wrote, and its client sends back, may be no JSON, or too deep for a template
         return call.arguments
     return _Arguments(value) if isinstance(value, dict) else call.arguments
 

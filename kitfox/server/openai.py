@@ -373,7 +373,8 @@ class PieceMaker:
         else:
             self._parse(state.parser, answer, piece)
         if answer.logprobs is not None and job.sampling.logprobs is not None:
-            self._add_logprobs(state, piece, _shown_logprobs(answer, job.sampling))
+            is_last = answer.finish_reason is not None
+            self._add_logprobs(state, piece, _shown_logprobs(answer, job), is_last=is_last)
         if job.return_token_ids:
             piece.token_ids = answer.token_ids
         if answer.finish_reason is not None:
@@ -425,14 +426,15 @@ class PieceMaker:
 
     # ---- logprobs -----------------------------------------------------------------------------------------------
 
-    def _add_logprobs(self, state: _AnswerState, piece: Piece, entries: list[TokenLogprobs]) -> None:
+    def _add_logprobs(self, state: _AnswerState, piece: Piece, entries: list[TokenLogprobs], *, is_last: bool) -> None:
         if self._job.is_chat:
             piece.logprobs = {"content": [self._chat_entry(entry) for entry in entries], "refusal": None}
             return
         if piece.logprobs is None:
             piece.logprobs = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
-        for entry in entries:
-            text = state.utf8.decode(self._tokenizer.token_bytes(entry.token_id))
+        for position, entry in enumerate(entries, 1):
+            is_end = is_last and position == len(entries)  # what is left of a character that was cut is text too
+            text = state.utf8.decode(self._tokenizer.token_bytes(entry.token_id), final=is_end)
             self._append_completion_entry(piece.logprobs, entry.token_id, text, entry, state.offset)
             state.offset += len(text)
 
@@ -443,8 +445,8 @@ class PieceMaker:
         logprobs: dict[str, Any] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
         utf8 = codecs.getincrementaldecoder("utf-8")("replace")
         offset = 0
-        for token_id, entry in zip(token_ids, entries, strict=True):
-            text = utf8.decode(self._tokenizer.token_bytes(token_id))
+        for position, (token_id, entry) in enumerate(zip(token_ids, entries, strict=True), 1):
+            text = utf8.decode(self._tokenizer.token_bytes(token_id), final=position == len(token_ids))
             self._append_completion_entry(logprobs, token_id, text, entry, offset)
             if prompt_text.startswith(text, offset):
                 offset += len(text)
@@ -503,9 +505,15 @@ def _finite(logprob: float) -> float:
     return logprob if logprob > LOWEST_LOGPROB else LOWEST_LOGPROB  # also catches a NaN
 
 
-def _shown_logprobs(answer: CompletionOutput, sampling: SamplingParams) -> list[TokenLogprobs]:
-    """Without the token that ended the answer, which is not part of the text: tokens joined are the text."""
+def _shown_logprobs(answer: CompletionOutput, job: OpenAIJob) -> list[TokenLogprobs]:
+    """Without the token that ended the answer, which is not part of the text: tokens joined are the text.
+
+    Behind an echoed prompt it stays: who scores a prompt has one token generated, and drops the last entry for it.
+    """
     entries = answer.logprobs or []
+    if job.echo_logprobs:
+        return entries
+    sampling = job.sampling
     ended_by_token = answer.finish_reason is FinishReason.STOP and not isinstance(answer.stop_reason, str)
     stop_token_is_text = sampling.include_stop_str_in_output and not sampling.skip_special_tokens
     if ended_by_token and not stop_token_is_text and len(entries) == len(answer.token_ids):

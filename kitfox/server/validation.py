@@ -19,7 +19,7 @@ MAX_JSON_DEPTH = 64
 MAX_IGNORED_NAMES = 32
 MAX_NAME_CHARS = 64
 
-# Known parameters of OpenAI, vLLM and SGLang that kitfox cannot honour yet, with the values that ask for nothing.
+# Known parameters of OpenAI and peers that kitfox cannot honour yet, with the values that ask for nothing.
 UNSUPPORTED_PARAMETERS: dict[str, tuple[Any, ...]] = {
     "audio": (),
     "beam_width": (1,),
@@ -31,6 +31,7 @@ UNSUPPORTED_PARAMETERS: dict[str, tuple[Any, ...]] = {
     "ebnf": (),
     "function_call": ("none",),
     "functions": ([],),
+    "grammar": (),
     "guided_choice": ([],),
     "guided_grammar": (),
     "guided_json": (),

@@ -15,13 +15,15 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import httpx
 import openai
 import pytest
 
-from tests.server.fault_table import FAULTS, check_fault
+from tests.server.fault_table import FAULTS, check_fault, stream_chunks
 
 pytestmark = pytest.mark.model
 MODEL = "fox-model"
@@ -191,6 +193,9 @@ def test_the_second_time_a_prompt_comes_from_the_cache(server: Server):
     assert 0 < cached < warm["usage"]["prompt_tokens"]
     assert cached % 32 == 0
     assert warm["choices"][0]["text"] == cold["choices"][0]["text"]
+    streaming = {"stream": True, "stream_options": {"include_usage": True}}
+    streamed = stream_chunks(server.http.post("/v1/completions", json=body | streaming).text)
+    assert streamed[-1]["usage"] == warm["usage"]
     salted = server.http.post("/v1/completions", json={**body, "cache_salt": "tenant"}).json()
     assert salted["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
 
@@ -221,6 +226,81 @@ def test_faults_are_answered_and_hurt_nobody(server: Server):
         after = server.http.post("/v1/completions", json=probe)
         assert after.status_code == 200, fault.name
         assert after.json()["choices"][0]["text"] == expected, fault.name
+
+
+def byte_tokens(server: Server) -> list[int]:
+    """Tokens that are parts of characters."""
+    texts = {"prompt": "é日本🦊ñ ☃ 漢字 🌍", "return_token_strs": True}
+    answer = server.http.post("/tokenize", json=texts).json()
+    shown = zip(answer["tokens"], answer["token_strs"], strict=True)
+    return sorted({token_id for token_id, text in shown if "\ufffd" in text})
+
+
+def answer_of(http: httpx.Client, body: dict[str, Any], *, stream: bool) -> list[dict[str, Any]]:
+    """Text, finish reason, tokens and cached tokens of each answer; of a stream, joined."""
+    options = {"stream": True, "stream_options": {"include_usage": True}} if stream else {}
+    response = http.post("/v1/completions", json={"model": MODEL, "temperature": 0, "logprobs": 1} | body | options)
+    assert response.status_code == 200, response.text
+    chunks = stream_chunks(response.text) if stream else [response.json()]
+    answers = []
+    for index in range(body.get("n", 1)):
+        choices = [choice for chunk in chunks for choice in chunk["choices"] if choice["index"] == index]
+        reasons = [choice["finish_reason"] for choice in choices if choice["finish_reason"] is not None]
+        logprobs = [choice["logprobs"] for choice in choices if choice["logprobs"] is not None]
+        columns = {name: [entry for part in logprobs for entry in part[name]] for name in ("tokens", "text_offset")}
+        answers.append({"text": "".join(choice["text"] for choice in choices), "reasons": reasons} | columns)
+    usage = chunks[-1]["usage"]
+    return [*answers, {name: usage[name] for name in ("prompt_tokens", "completion_tokens")}]
+
+
+def test_streams_and_neighbours_change_no_answer(server: Server):
+    parts = byte_tokens(server)
+    assert len(parts) > 4
+    counting = {"prompt": "1, 2, 3, 4,", "max_tokens": 12}
+    text = answer_of(server.http, counting, stream=False)[0]["text"]
+    bodies: list[dict[str, Any]] = [
+        counting | {"stop": text[5:9]},
+        counting | {"stop": [text[9:11], text[5:8]]},
+        counting | {"stop": "\nUser:", "echo": True},
+        counting | {"n": 2, "temperature": 1, "seed": 5},
+        {"prompt": [504, 2365, 260], "echo": True, "max_tokens": 4},
+        *({"prompt": "Hi", "max_tokens": size, "allowed_token_ids": parts, "temperature": 1, "seed": size}
+          for size in (6, 11)),
+    ]  # fmt: skip
+    alone = [answer_of(server.http, body, stream=False) for body in bodies]
+    assert alone[0][0]["text"] == text[: text.index(text[5:9])]
+    assert [answer["reasons"] for answers in alone for answer in answers[:-1]].count(["stop"]) >= 2
+    for answers in alone:
+        for answer in answers[:-1]:
+            assert "".join(answer["tokens"]).startswith(answer["text"])
+    with ThreadPoolExecutor(4) as threads:
+        for stream in (False, True):
+            together = threads.map(lambda body, stream=stream: answer_of(server.http, body, stream=stream), bodies)
+            assert list(together) == alone
+    assert [answer_of(server.http, body, stream=True) for body in bodies] == alone
+
+
+def test_token_ids_end_with_the_vocabulary_and_wrong_ones_hurt_no_neighbour(server: Server):
+    vocab_size = server.http.get("/tokenizer_info").json()["vocab_size"]
+    body = KNOWN_GOOD | {"max_tokens": 40, "ignore_eos": True}
+    whole = server.http.post("/v1/completions", json=body).json()["choices"][0]["text"]
+    text = ""
+    with server.http.stream("POST", "/v1/completions", json=body | {"stream": True}) as stream:
+        lines = (line for line in stream.iter_lines() if line)
+        text += json.loads(next(lines).removeprefix("data: "))["choices"][0]["text"]
+        with httpx.Client(base_url=server.url, timeout=60) as other:
+            for token_id, status in ((vocab_size - 1, 200), (vocab_size, 400), (vocab_size + 1, 400), (-1, 400)):
+                for fields in (
+                    {"prompt": [token_id]},
+                    {"stop_token_ids": [token_id], "min_tokens": 2},
+                    {"logit_bias": {str(token_id): -100}},
+                ):
+                    answer = other.post("/v1/completions", json=KNOWN_GOOD | {"max_tokens": 2} | fields)
+                    assert answer.status_code == status, answer.text
+        for line in lines:
+            if line != "data: [DONE]":
+                text += "".join(choice["text"] for choice in json.loads(line[6:])["choices"])
+    assert text == whole
 
 
 def test_a_closed_connection_frees_its_blocks(server: Server):

@@ -71,6 +71,51 @@ def test_repetition_ends_the_answer(tokens_per_step: int) -> None:
     assert to_abort == ["r"]
 
 
+@pytest.mark.parametrize("tokens_per_step", [1, 2, 50])
+@pytest.mark.parametrize(
+    ("text", "stop", "shown", "matched"),
+    [
+        ("alpha beta gamma delta", ("beta gamma",), "alpha ", "beta gamma"),
+        ("Hello\nUser: hi", ("\nUser:",), "Hello", "\nUser:"),
+        ("Thought: x\nObservation: y", ("Observation",), "Thought: x\n", "Observation"),
+        ("Observe the Obs", ("Observation",), "Observe the Obs", None),
+        ("It is Paris.", ("Pari",), "It is ", "Pari"),
+        ("so k=1 was", ("k=1 was", "1"), "so k=", "1"),
+        ("so k=1 was", ("1", "k=1 was"), "so k=", "1"),
+        ("a 🦊 b", ("🦊 b",), "a ", "🦊 b"),
+        ("日本語🦊", ("本語",), "日", "本語"),
+    ],
+)
+def test_stop_texts_end_an_answer_wherever_tokens_do(
+    text: str, stop: tuple[str, ...], shown: str, matched: str | None, tokens_per_step: int
+) -> None:
+    deltas, _ = feed(text, tokens_per_step=tokens_per_step, ends=FinishReason.LENGTH, stop=stop)
+    assert text_of(deltas) == shown
+    assert deltas[-1].stop_reason == matched
+    assert deltas[-1].finish_reason is (FinishReason.LENGTH if matched is None else FinishReason.STOP)
+    assert [delta.finish_reason for delta in deltas[:-1]] == [None] * (len(deltas) - 1)
+    if matched is not None:
+        assert sum(len(delta.token_ids) for delta in deltas) == len(ids(text[: text.index(matched) + len(matched)]))
+
+
+@pytest.mark.parametrize("tokens_per_step", [1, 3, 50])
+@pytest.mark.parametrize("stop", [(), ("never",)])
+def test_a_character_that_the_end_cuts_is_shown_once(stop: tuple[str, ...], tokens_per_step: int) -> None:
+    whole = "né 日本 🦊🦊"
+    for length in range(1, len(whole.encode()) + 1):
+        processor = OutputProcessor(TOKENIZER)
+        params = SamplingParams(max_tokens=length, stop=stop)
+        processor.add_request([request("r", [1, 2, 3])], params, None)
+        tokens = ids(whole)[:length]
+        text = ""
+        for start in range(0, length, tokens_per_step):
+            new = tokens[start : start + tokens_per_step]
+            reason = FinishReason.LENGTH if start + tokens_per_step >= length else None
+            news, _ = processor.process([EngineOutput(request_id="r", new_token_ids=new, finish_reason=reason)])
+            text += text_of(news[0].outputs)
+        assert text == whole.encode()[:length].decode("utf-8", "replace")
+
+
 def test_special_tokens_that_a_parser_reads_stay_in_the_text() -> None:
     tokenizer = byte_tokenizer("<call>", "<end>")
     processor = OutputProcessor(tokenizer)

@@ -13,7 +13,14 @@ import numpy as np
 
 from kitfox.config import EngineConfig, ModelConfig, Pooling
 from kitfox.engine.input_processor import EngineLimits, InputProcessor
-from kitfox.errors import EngineBusyError, EngineDeadError, KitfoxError, RequestError, ShuttingDownError
+from kitfox.errors import (
+    EngineBusyError,
+    EngineDeadError,
+    InvalidParameterError,
+    KitfoxError,
+    RequestError,
+    ShuttingDownError,
+)
 from kitfox.outputs import CompletionOutput, EngineStats, RequestOutput, RequestTimings, TokenLogprobs
 from kitfox.request import FinishReason, SamplingParams
 from kitfox.tracing import TraceEvent, Tracer
@@ -189,7 +196,8 @@ class FakeAsyncLLM:
             cache_salt=cache_salt,
             pooling=pooling,
         )
-        assert request_id not in self.in_flight, "two requests in flight under one id"
+        if request_id in self.in_flight:
+            raise InvalidParameterError("request_id", "must not be one that is being served", request_id)
         self.in_flight.add(request_id)
         self.seen.append((request_id, prompt_token_ids, sampling))
         self.tracer.emit("received", request_id, prompt=len(prompt_token_ids))

@@ -12,6 +12,8 @@ from typing import Any
 
 COMPLETIONS = "/v1/completions"
 CHAT = "/v1/chat/completions"
+TOO_LONG = "context_length_exceeded"
+FINISH_REASONS = ("stop", "length", "tool_calls", "repetition")
 
 
 @dataclass(frozen=True)
@@ -22,7 +24,7 @@ class Fault:
         row: section and number in the collection of reports the table was made from.
         body: sent as JSON; `raw` instead where it must be bytes.
         statuses: acceptable HTTP statuses.
-        param: what error.param must be, where it must be anything.
+        param, code: what error.param and error.code must be, where they must be anything.
         invariant: what must hold beyond the status: "" or one of "error" (an OpenAI error body), "completion",
             "chat", "stream", "entries" (one logprobs entry a prompt token).
     """
@@ -35,6 +37,7 @@ class Fault:
     statuses: tuple[int, ...] = (400,)
     param: str | None = None
     invariant: str = "error"
+    code: str | None = None
 
     def content(self, model: str) -> bytes:
         """The bytes to send; model is the served name, which a body that names none gets."""
@@ -83,6 +86,7 @@ def _logprobs_rows() -> Iterator[Fault]:
     yield _good("tokens as ids", "B23", "entries", echo=True, logprobs=1, return_tokens_as_token_ids=True)
     yield _good("n=2", "B28", n=2, temperature=1, seed=1)
     yield _good("n=2, streamed", "B28", "stream", n=2, temperature=1, seed=1, stream=True)
+    yield _good_chat("n=2 of a chat, streamed", "B28", "stream", n=2, temperature=1, seed=1, stream=True)
 
 
 def _token_rows() -> Iterator[Fault]:
@@ -108,6 +112,11 @@ def _number_rows() -> Iterator[Fault]:
             yield Fault(f"{name} {number}", "C37", COMPLETIONS, raw=raw)
         for value in ("NaN", "1.0", [], {}, True):
             yield _bad(f"{name} {value!r}", "C37", name, **{name: value})
+        yield _bad_chat(f"{name} of a chat NaN", "C37", name, **{name: "NaN"})
+    yield Fault("logit_bias NaN", "C37", COMPLETIONS, raw=b'{"prompt": "Hi", "logit_bias": {"5": NaN}}')
+    tools = b'[{"type": "function", "function": {"name": "f", "parameters": {"minimum": -Infinity}}}]'
+    chat = b'{"messages": [{"role": "user", "content": "Hi"}], "tools": ' + tools + b"}"
+    yield Fault("-Infinity in a tool", "C37", CHAT, raw=chat)
     for name, value in (
         ("top_k", -2), ("top_k", 1.5), ("top_p", 2.0), ("top_p", 0), ("top_p", -0.1), ("temperature", -1),
         ("temperature", -0.5), ("min_p", 1.5), ("min_p", -0.1), ("repetition_penalty", 0), ("presence_penalty", 3),
@@ -150,12 +159,22 @@ def _text_rows() -> Iterator[Fault]:
         chat = b'{"messages": [{"role": "user", "content": "Hi ' + escape + b'"}], "stream": true}'
         yield Fault(f"content {escape!r}, streamed", "C46", CHAT, raw=chat)
         yield Fault(f"key {escape!r}", "C46", COMPLETIONS, raw=b'{"prompt": "Hi", "' + escape + b'": 1}')
+        function = b'{"name": "f", "description": "' + escape + b'"}'
+        tools = b'"tools": [{"type": "function", "function": ' + function + b"}]}"
+        user = b'{"messages": [{"role": "user", "content": "Hi"}'
+        yield Fault(f"tool {escape!r}", "C46", CHAT, raw=user + b"], " + tools)
+        user += b', {"role": "assistant", "tool_calls": ['
+        call = b'{"id": "c", "function": {"name": "f", "arguments": "' + escape + b'"}}'
+        yield Fault(f"call {escape!r}", "C46", CHAT, raw=user + call + b"]}]}")
     for depth in (100, 1000, 100_000):
         nested = b'{"a":' * depth + b"1" + b"}" * depth
         for path in (COMPLETIONS, CHAT, "/tokenize"):
             yield Fault(f"{path} nested {depth} deep", "C47", path, raw=nested)
         listed = b'{"prompt": ' + b"[" * depth + b"]" * depth + b"}"
         yield Fault(f"prompt nested {depth} deep", "C47", COMPLETIONS, raw=listed)
+        tools = b'[{"type": "function", "function": {"name": "f", "parameters": ' + nested + b"}}]"
+        chat = b'{"messages": [{"role": "user", "content": "Hi"}], "tools": ' + tools + b"}"
+        yield Fault(f"parameters nested {depth} deep", "C47", CHAT, raw=chat)
     many = list(range(100_000))
     yield _bad("10^5 bad_words", "C49", "bad_words", bad_words=["x"] * 100_000)
     yield _bad("10^5 logit_bias", "C49", "logit_bias", logit_bias={str(i): 1 for i in many})
@@ -167,7 +186,11 @@ def _text_rows() -> Iterator[Fault]:
     yield _good("truncated", "C50", prompt="x" * 5000, truncate_prompt_tokens=3, truncation_side="right")
     yield _bad("10^4 prompts", "C43", "prompt", prompt=["x"] * 10_000)
     yield _bad("100 prompts times n=100", "C43", "n", prompt=["x"] * 100, n=100)
-    yield _bad("longer than any context", "C50", "prompt", prompt=[5] * 300_000)
+    for prompt, param in (([5] * 300_000, "prompt"), ([5], "max_tokens")):
+        body = {"prompt": prompt, "max_tokens": 300_000}
+        yield Fault(f"longer than any context: {param}", "C50", COMPLETIONS, body, param=param, code=TOO_LONG)
+    body = {"messages": [{"role": "user", "content": "a " * 300_000}]}
+    yield Fault("a chat longer than any context", "C50", CHAT, body, param="prompt", code=TOO_LONG)
     for raw in (b"", b"{", b"[]", b'"x"', b"null", b"\xff\xfe", b'{"prompt": "Hi",}', b'{"prompt": "\xed\xa0\x80"}'):
         yield Fault(f"body {raw!r}", "C37", COMPLETIONS, raw=raw)
 
@@ -181,8 +204,17 @@ def _chat_rows() -> Iterator[Fault]:
     yield _good_chat("two text parts", "C53", messages=user([text, text]))
     yield _good_chat("no parts", "C53", messages=user([]))
     yield _good_chat("developer", "C53", messages=[{"role": "developer", "content": "Be brief."}, *user("Hi")])
-    for part in ({"type": "image_url", "image_url": {"url": "x"}}, {"type": "text"}, {"text": "Hi"}, {"type": 5}, {}):
-        yield _bad_chat(f"part {part}", "C53", messages=user([part]))
+    mixed = [{"role": "system", "content": [text]}, *user("Hi"), {"role": "assistant", "content": [text, text]}]
+    yield _good_chat("parts and texts in turns", "C53", messages=[*mixed, *user([text])])
+    yield _good_chat("parts of the assistant", "C53", messages=[*mixed[1:], *user("Hi")])
+    for kind in ("image_url", "input_audio", "video_url", "file", "refusal", "wizard"):
+        part = {"type": kind, kind: {"url": "x"}}
+        yield _bad_chat(f"part {kind}", "C53", "messages[0].content.type", messages=user([text, part]))
+    for part, param in (
+        ({"type": "text"}, "messages[0].content.text"), ({"text": "Hi"}, "messages[0].content.type"),
+        ({"type": 5}, "messages"), ({}, "messages[0].content.type"), ("Hi", "messages"),
+    ):  # fmt: skip
+        yield _bad_chat(f"part {part}", "C53", param, messages=user([part]))
     for messages in (
         [],
         "Hi",
@@ -197,18 +229,33 @@ def _chat_rows() -> Iterator[Fault]:
     yield Fault("no messages", "C53", CHAT, {"max_tokens": 4}, param="messages")
     loops = "{% for a in range(10**9) %}{% for b in range(10**9) %}{% endfor %}{% endfor %}"
     yield _bad_chat("chat_template", "D56", "chat_template", chat_template=loops)
+    yield _bad("chat_template of a completion", "D56", "chat_template", chat_template=loops)
+    hello = {"messages": user("Hi")}
+    yield Fault("/tokenize chat_template", "D56", "/tokenize", hello | {"chat_template": loops}, param="chat_template")
     for name in ("chat_template", "messages", "tokenize", "add_generation_prompt", "tools", "self"):
-        yield _bad_chat(f"kwarg {name}", "D56", "chat_template_kwargs", chat_template_kwargs={name: loops})
+        kwargs = {"chat_template_kwargs": {name: loops}}
+        yield _bad_chat(f"kwarg {name}", "D56", "chat_template_kwargs", **kwargs)
+        yield Fault(f"/tokenize kwarg {name}", "D56", "/tokenize", hello | kwargs, param="chat_template_kwargs")
     both = {"add_generation_prompt": True, "continue_final_message": True}
     yield _bad_chat("generation prompt and continue", "D58", "continue_final_message", **both)
+    asked = {"messages": [*user("Hi"), {"role": "assistant", "content": "So"}]}
+    yield _bad_chat("generation prompt and an answer to continue", "D58", "continue_final_message", **asked, **both)
+    body = asked | both
+    yield Fault("/tokenize generation prompt and continue", "D58", "/tokenize", body, param="continue_final_message")
+    yield _bad_chat("continue the user", "D58", "continue_final_message", continue_final_message=True)
     yield from _tool_rows()
     for name, value in (
         ("response_format", {"type": "json_object"}), ("structured_outputs", {"regex": "("}), ("guided_regex", "["),
         ("guided_json", {}), ("tool_choice", "required"), ("functions", [{"name": "f"}]), ("lora_path", "x"),
         ("use_beam_search", True), ("beam_width", 4), ("thinking_token_budget", 5), ("suffix", "x"), ("echo", True),
+        ("grammar", 'root ::= "a"'),
     ):  # fmt: skip
         yield _bad_chat(f"unsupported {name}", "E", name, **{name: value})
     yield _bad("unsupported suffix", "E", "suffix", suffix="tail")
+    schema = {"type": "json_schema", "json_schema": {"name": "x", "schema": {}}}
+    any_json = {"type": "json_object"}
+    yield _bad("stop beside JSON mode", "A8", "response_format", stop="\nUser:", response_format=any_json)
+    yield _bad_chat("stop beside a schema", "A8", "response_format", stop="\nUser:", response_format=schema)
     yield _bad("unsupported best_of", "E", "best_of", best_of=5)
     yield _good_chat("response_format text", "E", response_format={"type": "text"}, tools=[], tool_choice="none")
     yield _good_chat("harmless unknown", "C52", user="me", metadata={"a": "b"}, store=False)
@@ -220,6 +267,8 @@ def _tool_rows() -> Iterator[Fault]:
 
     named = {"type": "function", "function": {"name": "f"}}
     yield _good_chat("17 tools", "C52", tools=[tool(f"f{i}", parameters={}) for i in range(17)])
+    large = [tool(f"f{i}", description="word " * 2000, parameters={"type": "object"}) for i in range(40)]
+    yield _good_chat("40 tools in a large body", "C52", tools=large, tool_choice="none")
     yield _bad_chat("10^3 tools", "C49", "tools", tools=[tool(f"f{i}") for i in range(1000)])
     yield _bad_chat("two tools of one name", "F85", "tools[1].function.name", tools=[tool(), tool()])
     for name in ("", "a b", "x" * 65, "f\n", "<|im_end|>"):
@@ -260,8 +309,11 @@ def _stream_rows() -> Iterator[Fault]:
         yield _good(f"{fields}, streamed", "A8", "stream", stream=True, **fields)
     for interval in (1, 3, 1000):
         yield _good(f"stream_interval {interval}", "G88", "stream", stream=True, stream_interval=interval)
-    yield _good("stop strings", "A13", stop=["k=1 was", "1"])
-    yield _good("stop strings, streamed", "A10", "stream", stop=["fox", "\nUser:"], stream=True)
+    stops: tuple[str | list[str], ...] = ("beta gamma", "\nUser:", ["Observation", "e"], "Pari", ["k=1 was", "1"])
+    for stop in stops:
+        for make in (_good, _good_chat):
+            yield make(f"stop {stop!r}", "A7-A14", stop=stop)
+            yield make(f"stop {stop!r}, streamed", "A7-A14", "stream", stop=stop, stream=True)
     for path, body in ((COMPLETIONS, {"prompt": "Hi"}), (CHAT, {"messages": [{"role": "user", "content": "Hi"}]})):
         yield Fault("no model", "C", path, {"model": None} | body, param="model")
     yield Fault("unknown model", "C", COMPLETIONS, {"model": "no-such", "prompt": "Hi"}, None, (404,), "model")
@@ -286,7 +338,8 @@ def check_fault(fault: Fault, status: int, text: str) -> None:
     assert status in fault.statuses, f"{fault.row} {fault.name}: {status} {text[:300]}"
     assert "Traceback" not in text
     if fault.invariant == "stream":
-        _check_stream(stream_chunks(text))
+        options = (fault.body or {}).get("stream_options") or {}
+        _check_stream(stream_chunks(text), wants_usage=bool(options.get("include_usage")))
         return
     body = json.loads(text, parse_constant=_not_json)
     if fault.invariant == "error":
@@ -295,6 +348,8 @@ def check_fault(fault: Fault, status: int, text: str) -> None:
         assert isinstance(error["message"], str)
         assert len(error["message"]) < 2000
         assert fault.param is None or error["param"] == fault.param, error
+        assert fault.code is None or error["code"] == fault.code, error
+        assert error["param"] != "model" or fault.param == "model", error
     elif fault.invariant == "entries":
         logprobs = body["choices"][0]["logprobs"]
         lengths = {len(logprobs[name]) for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset")}
@@ -302,17 +357,26 @@ def check_fault(fault: Fault, status: int, text: str) -> None:
         assert lengths.pop() >= body["usage"]["prompt_tokens"]
         assert logprobs["token_logprobs"][0] is None
     else:
-        assert all(choice["finish_reason"] in ("stop", "length", "repetition") for choice in body["choices"])
-        assert 0 <= body["usage"]["prompt_tokens_details"]["cached_tokens"] < body["usage"]["prompt_tokens"]
+        assert all(choice["finish_reason"] in FINISH_REASONS for choice in body["choices"])
+        _check_usage(body["usage"])
+
+
+def _check_usage(usage: dict[str, Any]) -> None:
+    assert 0 <= usage["prompt_tokens_details"]["cached_tokens"] < usage["prompt_tokens"]
+    assert usage["total_tokens"] == usage["prompt_tokens"] + usage["completion_tokens"]
 
 
 def _not_json(constant: str) -> None:
     raise AssertionError(f"{constant} is not JSON")
 
 
-def _check_stream(chunks: list[dict[str, Any]]) -> None:
-    finishes = [c["index"] for chunk in chunks for c in chunk["choices"] if c["finish_reason"] is not None]
-    indices = {choice["index"] for chunk in chunks for choice in chunk["choices"]}
-    assert sorted(finishes) == sorted(indices), "exactly one finish chunk an answer"
+def _check_stream(chunks: list[dict[str, Any]], *, wants_usage: bool) -> None:
+    choices = [choice for chunk in chunks for choice in chunk["choices"]]
+    finishes = [choice["index"] for choice in choices if choice["finish_reason"] is not None]
+    assert sorted(finishes) == sorted({choice["index"] for choice in choices}), "exactly one finish chunk an answer"
+    assert {choice["finish_reason"] for choice in choices} <= {None, *FINISH_REASONS}
     with_usage = [position for position, chunk in enumerate(chunks) if chunk.get("usage") is not None]
-    assert with_usage in ([], [len(chunks) - 1])
+    assert with_usage == ([len(chunks) - 1] if wants_usage else [])
+    if wants_usage:
+        assert chunks[-1]["choices"] == []
+        _check_usage(chunks[-1]["usage"])

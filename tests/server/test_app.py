@@ -155,6 +155,37 @@ def test_request_id_is_echoed_and_part_of_the_answer_s() -> None:
     assert response.json()["id"] == "cmpl-mine"
 
 
+@pytest.mark.parametrize(
+    ("path", "body", "name"),
+    [
+        (COMPLETIONS, {"prompt": "Hi"}, "request_id"),
+        (COMPLETIONS, {"prompt": "Hi"}, "rid"),
+        (CHAT, {"messages": [{"role": "user", "content": "Hi"}]}, "request_id"),
+        ("/generate", {"text": "Hi"}, "rid"),
+        ("/v1/embeddings", {"input": "Hi"}, "request_id"),
+    ],
+)
+def test_the_same_name_twice_at_once(path: str, body: dict[str, Any], name: str) -> None:
+    """Each is answered or refused, and the name is free again afterwards."""
+    llm = FakeAsyncLLM()
+
+    async def run() -> list[httpx.Response]:
+        transport = httpx.ASGITransport(app=make_app(llm))
+        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+            named = {"model": MODEL, name: "same"} | body
+            posts = [client.post(path, json=named) for _ in range(3)]
+            return [*await asyncio.gather(*posts), await client.post(path, json=named)]
+
+    responses = asyncio.run(run())
+    assert {response.status_code for response in responses} <= {200, 400}
+    assert [responses[0].status_code, responses[-1].status_code] == [200, 200]
+    for response in responses:
+        if response.status_code == 400:
+            assert response.json()["error"]["param"] in (name, "request_id")
+    assert not llm.in_flight
+    assert llm.aborted == []
+
+
 def test_the_same_request_id_twice_at_once() -> None:
     llm = FakeAsyncLLM()
 

@@ -11,7 +11,7 @@ import pytest
 import tokenizers
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
-from kitfox.errors import ConfigError
+from kitfox.errors import ConfigError, RequestError
 from kitfox.server.conversation import (
     Calling,
     ChatDialect,
@@ -99,6 +99,41 @@ def test_arguments_that_are_no_object_stay_as_they_are() -> None:
         message = {"role": "assistant", "tool_calls": [{"id": "c", "function": {"name": "f", "arguments": arguments}}]}
         (made,) = make_messages(msgspec.convert({"messages": [message]}, ChatRequest).messages, ChatDialect())
         assert made["tool_calls"][0]["function"]["arguments"] == arguments
+
+
+@pytest.mark.parametrize("depth", [64, 500, 900, 5000])
+def test_arguments_too_deep_for_a_template_stay_text(depth: int) -> None:
+    arguments = '{"a":' * depth + "1" + "}" * depth
+    call = {"id": "c", "function": {"name": "f", "arguments": arguments}}
+    messages = [*LOOP, {"role": "assistant", "content": "<end>", "tool_calls": [call]}]
+    template = "{{ messages[3].tool_calls[0].function.arguments }}<end>"
+    assert rendered(template, messages, None, "<end>").replace(" ", "") == arguments + "<end>"
+
+
+@pytest.mark.parametrize("arguments", [r'{"a": "\ud83d"}', r'{"\udcf0": 1}', '{"a": NaN}', '{"a": 1e999}'])
+def test_arguments_that_are_no_strict_json_stay_text(arguments: str) -> None:
+    call = {"id": "c", "function": {"name": "f", "arguments": arguments}}
+    template = "{{ messages[0].tool_calls[0].function.arguments }}"
+    assert rendered(template, [{"role": "assistant", "tool_calls": [call]}]) == arguments
+
+
+ALTERNATING = """
+{%- for m in messages %}
+    {%- if (m.role == 'user') != (loop.index0 % 2 == 0) or m.role == 'system' %}
+        {{- raise_exception('roles must alternate user/assistant') }}
+    {%- endif %}{{ m.role }}: {{ m.content }};
+{%- endfor %}"""
+
+
+@pytest.mark.parametrize(
+    "roles", [["user", "user"], ["assistant"], ["user", "system", "user"], ["user", "assistant", "developer"]]
+)
+def test_a_template_s_refusal_is_the_caller_s_mistake(roles: list[str]) -> None:
+    messages = [{"role": role, "content": "Hi"} for role in roles]
+    with pytest.raises(RequestError, match="roles must alternate") as refused:
+        rendered(ALTERNATING, messages)
+    assert (refused.value.status, refused.value.param) == (400, "messages")
+    assert rendered(ALTERNATING, messages[:1] if roles[0] == "user" else LOOP[:1]) == "user: Hi;"
 
 
 def test_mistral_ids_have_nine_characters() -> None:

@@ -102,6 +102,16 @@ def test_text_cut_inside_a_character_ends_the_same_in_both_modes() -> None:
     assert "\ufffd" not in joined(chunks_of(COMPLETIONS))[0]
 
 
+def test_the_tokens_of_a_cut_character_are_its_text_too() -> None:
+    cut = len(REPLY[: REPLY.index("🦊")].encode()) + 2
+    fields = {"prompt": [72, *"é".encode()[:1]], "logprobs": 0, "echo": True, "max_tokens": cut}
+    choice = complete(**fields)["choices"][0]
+    text, logprobs, _ = joined(chunks_of(COMPLETIONS, **fields))
+    assert text == choice["text"] == "H\ufffdThe quick brown fox \ufffd"
+    assert logprobs == choice["logprobs"]
+    assert "".join(logprobs["tokens"]) == text
+
+
 @pytest.mark.parametrize("echo", [False, True])
 def test_completion_logprobs_continue_over_chunks(echo: bool) -> None:
     fields = {"logprobs": 2, "echo": echo}
@@ -109,11 +119,12 @@ def test_completion_logprobs_continue_over_chunks(echo: bool) -> None:
     text, logprobs, _ = joined(chunks_of(COMPLETIONS, **fields))
     assert text == whole["text"] == ("Hi" if echo else "") + REPLY
     assert logprobs == whole["logprobs"]
-    assert "".join(logprobs["tokens"]) == text
+    ended = "</s>" if echo else ""  # behind an echoed prompt, an entry for each token there was
+    assert "".join(logprobs["tokens"]) == text + ended
     lengths = [len(token) for token in logprobs["tokens"]]
     assert logprobs["text_offset"] == [sum(lengths[:i]) for i in range(len(lengths))]
     assert logprobs["token_logprobs"][0] == (None if echo else pytest.approx(-0.584))
-    assert logprobs["top_logprobs"][-1] == {".": pytest.approx(-0.546), "/": -1.5}
+    assert logprobs["top_logprobs"][-2 if echo else -1] == {".": pytest.approx(-0.546), "/": -1.5}
 
 
 def test_each_chunk_s_tokens_are_its_text() -> None:
@@ -129,6 +140,16 @@ def test_echo_without_generation_gives_one_entry_a_prompt_token() -> None:
     assert choice["logprobs"]["tokens"] == list("Hello")
     assert choice["logprobs"]["token_logprobs"][1:] == [pytest.approx(-0.5 - ord(c) / 1000) for c in "ello"]
     assert choice["logprobs"]["text_offset"] == [0, 1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("reply", ["", "Yes"])
+def test_scoring_a_prompt_finds_one_entry_behind_it(reply: str) -> None:
+    """lm-eval drops the last entry, of the token that it had generated: there is one even if that ended the answer."""
+    llm = FakeAsyncLLM(reply=reply)
+    body = complete(llm, prompt=[72, 101, 108, 108, 111], echo=True, logprobs=1, max_tokens=1)
+    logprobs = body["choices"][0]["logprobs"]
+    assert logprobs["tokens"] == [*"Hello", reply[:1] or "</s>"]
+    assert {len(column) for column in logprobs.values()} == {body["usage"]["total_tokens"]}
 
 
 def test_echo_of_token_ids_shows_their_text() -> None:
@@ -191,6 +212,27 @@ def test_usage_only_in_the_last_chunk_when_asked_for() -> None:
     options = {"include_usage": True, "continuous_usage_stats": True}
     chunks = chunks_of(CHAT, max_tokens=3, stream_options=options)
     assert [chunk["usage"]["completion_tokens"] for chunk in chunks] == [1, 2, 3, 3]
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+@pytest.mark.parametrize("num_cached_tokens", [0, 1])
+def test_usage_says_the_same_in_both_modes(path: str, num_cached_tokens: int) -> None:
+    llm = FakeAsyncLLM()
+    llm.num_cached_tokens = num_cached_tokens
+    usage = (chat(llm) if path == CHAT else complete(llm))["usage"]
+    assert usage["prompt_tokens_details"]["cached_tokens"] == num_cached_tokens < usage["prompt_tokens"]
+    assert chunks_of(path, llm, stream_options={"include_usage": True})[-1]["usage"] == usage
+    for options in ({}, None, {"include_usage": False}):
+        assert all("usage" not in chunk for chunk in chunks_of(path, llm, stream_options=options))
+
+
+def test_logprobs_of_text_that_is_held_back() -> None:
+    """A step without text, as inside a character or a stop text, has its entries all the same."""
+    llm = FakeAsyncLLM(reply="🦊 and on")
+    for fields in ({"max_tokens": 3}, {"stop": ["🦊 an"]}, {"stop": ["🦊 and off"]}):
+        content = chat(llm, logprobs=True, top_logprobs=1, **fields)["choices"][0]["logprobs"]["content"]
+        assert joined(chunks_of(CHAT, llm, logprobs=True, top_logprobs=1, **fields))[1]["content"] == content
+        assert bytes(byte for entry in content for byte in entry["bytes"])[:3] == "🦊".encode()[:3]
 
 
 def test_token_ids_on_request() -> None:

@@ -21,7 +21,12 @@ TIME = {"type": "function", "function": {"name": "time"}}
 HERMES = "tools tool_calls <tool_call>"
 THINKING = HERMES + " <think></think> enable_thinking"
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo {1}"}}\n</tool_call>'
+NAMED = {"type": "function", "function": {"name": "weather"}}
 TWO_CALLS = f'On it.\n{CALL}\n<tool_call>\n{{"name": "time", "arguments": {{}}}}\n</tool_call>'
+
+
+def call_of(arguments: str) -> str:
+    return f'<tool_call>\n{{"name": "weather", "arguments": {arguments}}}\n</tool_call>'
 
 
 def speaking(template: str, reply: str, tokens_per_delta: int = 1) -> FakeAsyncLLM:
@@ -101,6 +106,13 @@ def test_tool_calls() -> None:
         (HERMES, 'weather", "arguments": {"city": "Oslo"}}\n</tool_call>', {"tool_choice": "required"}, "tool_calls"),
         ("", '{"name": "time", "arguments": {}}', {}, "tool_calls"),
         ("", '{"hour": 5}', {}, "stop"),
+        (HERMES, ' {"city": "Oslo"}}\n</tool_call>', {"tool_choice": NAMED}, "tool_calls"),
+        (HERMES, ' {"city": "Oslo"}}\n</tool_call>', {"tool_choice": NAMED, "max_tokens": 9}, "length"),
+        (HERMES, call_of("{}"), {}, "tool_calls"),
+        (HERMES, call_of('{"city": "mkdir -p test/{test1,test2"}'), {}, "tool_calls"),
+        (HERMES, call_of(r'{"city": "{\"a\": [\"}\"]"}'), {}, "tool_calls"),
+        (HERMES, call_of('{"city": "1+1"}'), {}, "tool_calls"),
+        (HERMES, call_of("1+1"), {}, "stop"),
         (THINKING, f"<think>\nHm.\n</think>\n\nSo.\n{CALL}", {}, "tool_calls"),
         (THINKING, "<think>\nHm.\n</think>\n\nSo.", {}, "stop"),
         (THINKING, "<think>\nHm, and on", {"max_tokens": 15}, "length"),
@@ -117,6 +129,9 @@ def test_stream_joined_is_the_whole(
         message, streamed_finish = joined(chunks, choice["index"])
         assert without_ids(message) == without_ids(choice["message"])
         assert streamed_finish == choice["finish_reason"]
+        if finish_reason == "tool_calls":
+            calls = choice["message"]["tool_calls"]
+            assert all(isinstance(json.loads(call["function"]["arguments"]), dict) for call in calls)
     assert whole["choices"][0]["finish_reason"] == finish_reason
     assert not llm.in_flight
 
