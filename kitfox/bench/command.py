@@ -48,7 +48,7 @@ _FEW_METRICS = (
     "itl_p99",
     "peak_memory_bytes",
 )
-_SWEEP_FLAGS = {"sweep_start": Sweep.start, "sweep_seconds": Sweep.seconds, "target_share": Sweep.target_share}
+_SWEEP_FLAGS = ("sweep_start", "sweep_seconds", "target_share")
 
 
 def bench(parser: argparse.ArgumentParser, argv: Sequence[str]) -> int:

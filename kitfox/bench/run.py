@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -27,6 +28,10 @@ _SWEEP_SEEDS = 1 << 20  # more than anyone repeats
 _FEWEST_SESSIONS = 16  # at a rate of a sweep: with fewer, a share says little
 _BISECTIONS = 4
 _LOWEST_RATE = 1e-3
+
+
+# All sides of a repeat are sent the same workload, and making one of a long trace takes seconds.
+_made_workload = functools.lru_cache(maxsize=2)(make_workload)
 
 
 @dataclass(frozen=True)
@@ -66,7 +71,7 @@ class Plan:
 
     def workload(self, repeat: int) -> Workload:
         """What one repeat sends, to every side."""
-        return make_workload(self.spec, self.vocabulary, self.seed + repeat)
+        return _made_workload(self.spec, self.vocabulary, self.seed + repeat)
 
     def at_rate(self, rate: float, number: int) -> Plan:
         """What a sweep runs at one rate; number: of the run in its sweep. Prompts are new each time."""

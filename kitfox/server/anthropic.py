@@ -23,7 +23,7 @@ from kitfox.server.translation import (
     generation_fields,
     server_sent_event,
 )
-from kitfox.server.validation import convert_body, error_headers, internal_error, read_json_object
+from kitfox.server.validation import convert_body, error_headers, internal_error, read_json_object, with_ignored
 
 logger = logging.getLogger("kitfox.server")
 
@@ -411,7 +411,7 @@ def add_routes(
         required_model(generator.llm, fields.model)
         token_ids = await encode_messages(generator, make_chat(fields))
         body: dict[str, Any] = {"input_tokens": len(token_ids)}
-        return json(body | ({"ignored_parameters": ignored} if ignored else {}))
+        return json(with_ignored(body, ignored))
 
     @app.post("/v1/messages")
     async def messages(request: Request) -> Response:

@@ -48,7 +48,14 @@ from kitfox.server.options import ServerOptions
 from kitfox.server.parsing import add_parsing_routes
 from kitfox.server.sglang import add_native_routes
 from kitfox.server.spans import RequestSpans, otlp_exporter
-from kitfox.server.validation import convert_body, error_body, error_headers, internal_error, read_json_object
+from kitfox.server.validation import (
+    convert_body,
+    error_body,
+    error_headers,
+    internal_error,
+    read_json_object,
+    with_ignored,
+)
 from kitfox.weights.hub import cache_dir
 
 if TYPE_CHECKING:
@@ -301,7 +308,7 @@ def _add_tokenizer_routes(app: FastAPI, generator: Generator, max_body_bytes: in
     @app.post("/v1/tokenize")
     async def tokenize_text(request: Request) -> Response:
         fields, ignored = convert_body(await read_json_object(request, max_body_bytes), TokenizeRequest)
-        return json_response(_with_ignored(await tokenize(generator, fields), ignored))
+        return json_response(with_ignored(await tokenize(generator, fields), ignored))
 
     @app.post("/detokenize")
     @app.post("/v1/detokenize")
@@ -310,16 +317,12 @@ def _add_tokenizer_routes(app: FastAPI, generator: Generator, max_body_bytes: in
         check_model(llm, fields.model)
         check_detokenize(fields.tokens, llm.model_config.vocab_size)
         text = llm.tokenizer.decode(fields.tokens, skip_special_tokens=fields.skip_special_tokens)
-        return json_response(_with_ignored({"prompt": text}, ignored))
+        return json_response(with_ignored({"prompt": text}, ignored))
 
     @app.get("/tokenizer_info")
     async def tokenizer_info() -> Response:
         """What a client needs to make the same prompts: special tokens, the chat template."""
         return json_response(llm.tokenizer.info)
-
-
-def _with_ignored(body: dict[str, Any], ignored: list[str]) -> dict[str, Any]:
-    return body | {"ignored_parameters": ignored} if ignored else body
 
 
 def _add_model_routes(app: FastAPI, llm: AsyncLLM) -> None:
@@ -404,7 +407,7 @@ def _add_log_routes(app: FastAPI, request_log: RequestLog, max_body_bytes: int) 
             set_level(fields.level)
         if fields.log_requests is not None:
             request_log.enabled = fields.log_requests
-        return json_response(_with_ignored(state(), ignored))
+        return json_response(with_ignored(state(), ignored))
 
 
 def _server_info(llm: AsyncLLM) -> dict[str, Any]:

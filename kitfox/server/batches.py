@@ -23,7 +23,7 @@ from starlette.types import Message, Scope
 from kitfox.errors import ConflictError, InvalidParameterError, KitfoxError, NotFoundError, QueueFullError, RequestError
 from kitfox.server.files import FileStore, page_of, write_whole
 from kitfox.server.options import ServerOptions
-from kitfox.server.validation import convert_body, decode_json, read_json_object
+from kitfox.server.validation import convert_body, decode_json, read_json_object, with_ignored
 
 if TYPE_CHECKING:
     from kitfox.engine.async_llm import AsyncLLM
@@ -609,7 +609,7 @@ def add_batch_routes(app: FastAPI, runner: BatchRunner, max_body_bytes: int) -> 
     async def create_batch(request: Request) -> Response:
         fields, ignored = convert_body(await read_json_object(request, max_body_bytes), BatchRequest)
         shown = runner.create(fields).as_dict()
-        return json_response(shown | {"ignored_parameters": ignored} if ignored else shown)
+        return json_response(with_ignored(shown, ignored))
 
     @app.get("/v1/batches")
     async def list_batches(request: Request) -> Response:

@@ -17,7 +17,7 @@ import msgspec
 from fastapi import FastAPI, Request, Response
 
 from kitfox.errors import EngineBusyError, InvalidParameterError, RequestError, UnsupportedParameterError
-from kitfox.server.validation import convert_body, decode_json, read_body
+from kitfox.server.validation import convert_body, decode_json, read_body, with_ignored
 from kitfox.tracing import TraceEvent, to_trace_events
 
 if TYPE_CHECKING:
@@ -100,7 +100,7 @@ def add_control_routes(app: FastAPI, llm: AsyncLLM, max_body_bytes: int, profile
             raise EngineBusyError(
                 f"flushed what no request uses; {llm.stats.num_cached_blocks} blocks stay until their requests end"
             )
-        return json_response(_with_ignored({"success": True, "message": "Cache flushed."}, ignored))
+        return json_response(with_ignored({"success": True, "message": "Cache flushed."}, ignored))
 
     @app.post("/abort_request")
     @app.post("/abort_requests")
@@ -111,7 +111,7 @@ def add_control_routes(app: FastAPI, llm: AsyncLLM, max_body_bytes: int, profile
         if not names and not fields.abort_all:
             raise RequestError("one of rid, request_ids and abort_all is required", param="rid")
         wanted = llm.open_request_ids if fields.abort_all else _requests_named(llm, names)
-        return json_response(_with_ignored({"aborted": [name for name in wanted if llm.cut_short(name)]}, ignored))
+        return json_response(with_ignored({"aborted": [name for name in wanted if llm.cut_short(name)]}, ignored))
 
     @app.post("/pause")
     @app.post("/pause_generation")
@@ -123,7 +123,7 @@ def add_control_routes(app: FastAPI, llm: AsyncLLM, max_body_bytes: int, profile
             _cut_all_short(llm)
         if fields.clear_cache and not await llm.flush_cache():
             raise EngineBusyError("paused, but the cache cannot be cleared while requests are kept")
-        return json_response(_with_ignored({"status": "ok", "message": "Generation paused."}, ignored))
+        return json_response(with_ignored({"status": "ok", "message": "Generation paused."}, ignored))
 
     @app.post("/resume")
     @app.post("/continue_generation")
@@ -146,7 +146,7 @@ def add_control_routes(app: FastAPI, llm: AsyncLLM, max_body_bytes: int, profile
         if fields.mode == "abort":
             _cut_all_short(llm)
         await llm.sleep()
-        return json_response(_with_ignored({"is_sleeping": True, "released": ["kv_cache"]}, ignored))
+        return json_response(with_ignored({"is_sleeping": True, "released": ["kv_cache"]}, ignored))
 
     @app.api_route("/wake_up", methods=["POST"])
     @app.api_route("/resume_memory_occupation", methods=EITHER)
@@ -155,7 +155,7 @@ def add_control_routes(app: FastAPI, llm: AsyncLLM, max_body_bytes: int, profile
         fields, ignored = convert_body(await _arguments(request, max_body_bytes), WakeRequest)
         _check_tags(fields.tags)
         await llm.wake_up()
-        return json_response(_with_ignored({"is_sleeping": False}, ignored))
+        return json_response(with_ignored({"is_sleeping": False}, ignored))
 
     @app.get("/is_sleeping")
     async def is_sleeping() -> Response:
@@ -166,7 +166,7 @@ def add_control_routes(app: FastAPI, llm: AsyncLLM, max_body_bytes: int, profile
         """Record what happens to steps and requests until /stop_profile."""
         fields, ignored = convert_body(await _arguments(request, max_body_bytes), ProfileRequest)
         await profiler.start(fields)
-        return json_response(_with_ignored({"is_profiling": True}, ignored))
+        return json_response(with_ignored({"is_profiling": True}, ignored))
 
     @app.api_route("/stop_profile", methods=EITHER)
     async def stop_profile() -> Response:
@@ -192,7 +192,7 @@ def add_control_routes(app: FastAPI, llm: AsyncLLM, max_body_bytes: int, profile
         if fields.format == "prometheus":
             return Response(_as_gauges(shown), media_type="text/plain; version=0.0.4; charset=utf-8")
         body = {"timestamp": datetime.now(UTC).isoformat(), "version": app.version, "loads": [shown]}
-        return json_response(_with_ignored(body, ignored))
+        return json_response(with_ignored(body, ignored))
 
 
 # ---- parameters -----------------------------------------------------------------------------------------------------
@@ -214,10 +214,6 @@ async def _arguments(request: Request, max_body_bytes: int) -> dict[str, Any]:
 def _query_value(text: str) -> Any:
     """A number or a boolean where the text is one."""
     return decode_json(text.encode()) if re.fullmatch(r"true|false|-?\d{1,15}(\.\d{1,15})?", text) else text
-
-
-def _with_ignored(body: dict[str, Any], ignored: list[str]) -> dict[str, Any]:
-    return body | {"ignored_parameters": ignored} if ignored else body
 
 
 def _check_tags(tags: str | list[str]) -> None:

@@ -30,7 +30,7 @@ from kitfox.server.generation import (
     encode_text,
     make_prompts,
 )
-from kitfox.server.validation import convert_body, read_json_object
+from kitfox.server.validation import convert_body, read_json_object, with_ignored
 
 if TYPE_CHECKING:
     import numpy as np
@@ -344,7 +344,7 @@ def add_embedding_routes(app: FastAPI, generator: Generator, max_body_bytes: int
         body = await until_disconnect(request.receive, work)
         if body is None:
             return Response(status_code=CLIENT_CLOSED_REQUEST)
-        return json_response(body | {"ignored_parameters": ignored} if ignored else body)
+        return json_response(with_ignored(body, ignored))
 
     @app.post("/v1/embeddings")
     async def embeddings(request: Request) -> Response:

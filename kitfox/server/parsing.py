@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, TypeVar
 
 import msgspec
 from fastapi import FastAPI, Request, Response
@@ -19,7 +20,9 @@ from kitfox.server.parsers import (
     ReasoningParser,
     join_calls,
 )
-from kitfox.server.validation import convert_body, read_json_object
+from kitfox.server.validation import convert_body, read_json_object, with_ignored
+
+T = TypeVar("T")
 
 
 class ParseFunctionCallRequest(msgspec.Struct, kw_only=True):
@@ -40,14 +43,8 @@ class SeparateReasoningRequest(msgspec.Struct, kw_only=True):
 def parse_function_call(fields: ParseFunctionCallRequest, dialect: ChatDialect) -> dict[str, Any]:
     """The answer of /parse_function_call; raises InvalidParameterError for an unknown parser or a bad tool."""
     check_tools(fields.tools)
-    parser = dialect.tool_parser
-    if fields.tool_call_parser is not None:
-        name = TOOL_CALL_PARSER_ALIASES.get(fields.tool_call_parser, fields.tool_call_parser)
-        parser = TOOL_CALL_PARSERS.get(name)
-        if parser is None:
-            raise InvalidParameterError("tool_call_parser", f"must be one of {', '.join(TOOL_CALL_PARSERS)}", name)
-    if parser is None:
-        raise UnsupportedParameterError("tool_call_parser", "must be given: this server runs without one")
+    named = fields.tool_call_parser
+    parser = _chosen("tool_call_parser", named, dialect.tool_parser, TOOL_CALL_PARSERS, TOOL_CALL_PARSER_ALIASES)
     schemas = {tool.function.name: tool.function.parameters or {} for tool in fields.tools}
     names = list(schemas)
     part = AnswerParser(None, parser(schemas)).feed(fields.text, is_last=True)
@@ -63,19 +60,27 @@ def separate_reasoning(fields: SeparateReasoningRequest, dialect: ChatDialect) -
 
     A text that only closes its reasoning began inside: its prompt had opened it.
     """
-    marks = dialect.reasoning_marks
-    if fields.reasoning_parser is not None:
-        name = REASONING_PARSER_ALIASES.get(fields.reasoning_parser, fields.reasoning_parser)
-        marks = REASONING_MARKS.get(name)
-        if marks is None:
-            raise InvalidParameterError("reasoning_parser", f"must be one of {', '.join(REASONING_MARKS)}", name)
-    if marks is None:
-        raise UnsupportedParameterError("reasoning_parser", "must be given: this server runs without one")
-    opener, closer = marks
+    named = fields.reasoning_parser
+    opener, closer = _chosen(
+        "reasoning_parser", named, dialect.reasoning_marks, REASONING_MARKS, REASONING_PARSER_ALIASES
+    )
     starts_inside = closer in fields.text and opener not in fields.text.partition(closer)[0]
     parser = AnswerParser(ReasoningParser(opener, closer, starts_inside=starts_inside), None)
     part = parser.feed(fields.text, is_last=True)
     return {"reasoning_text": part.reasoning, "text": part.content}
+
+
+def _chosen(param: str, named: str | None, own: T | None, known: Mapping[str, T], aliases: Mapping[str, str]) -> T:
+    """The parser that a request names, or the server's own."""
+    chosen = own
+    if named is not None:
+        name = aliases.get(named, named)
+        chosen = known.get(name)
+        if chosen is None:
+            raise InvalidParameterError(param, f"must be one of {', '.join(known)}", name)
+    if chosen is None:
+        raise UnsupportedParameterError(param, "must be given: this server runs without one")
+    return chosen
 
 
 def add_parsing_routes(app: FastAPI, generator: Generator, max_body_bytes: int) -> None:
@@ -84,11 +89,9 @@ def add_parsing_routes(app: FastAPI, generator: Generator, max_body_bytes: int) 
     @app.post("/parse_function_call")
     async def parse_calls(request: Request) -> Response:
         fields, ignored = convert_body(await read_json_object(request, max_body_bytes), ParseFunctionCallRequest)
-        body = parse_function_call(fields, generator.dialect)
-        return json_response(body | {"ignored_parameters": ignored} if ignored else body)
+        return json_response(with_ignored(parse_function_call(fields, generator.dialect), ignored))
 
     @app.post("/separate_reasoning")
     async def separate(request: Request) -> Response:
         fields, ignored = convert_body(await read_json_object(request, max_body_bytes), SeparateReasoningRequest)
-        body = separate_reasoning(fields, generator.dialect)
-        return json_response(body | {"ignored_parameters": ignored} if ignored else body)
+        return json_response(with_ignored(separate_reasoning(fields, generator.dialect), ignored))

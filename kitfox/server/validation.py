@@ -171,6 +171,11 @@ def refuse_ignored(names: list[str]) -> None:
         raise refusal
 
 
+def with_ignored(body: dict[str, Any], ignored: list[str]) -> dict[str, Any]:
+    """An answer that names the members which nobody read, if there were any."""
+    return body | {"ignored_parameters": ignored} if ignored else body
+
+
 def _unread_members(given: dict[str, Any], made: msgspec.Struct, place: str = "") -> Iterator[str]:
     """Where `given` has more than the struct made of it: "NAME", "stream_options.NAME", "messages[].content[].NAME"."""
     for name, value in given.items():
