@@ -62,7 +62,7 @@ def conclude(
         command=command,
         headline=headline,
         verdicts=verdicts,
-        workload=f"{workload.name}: {workload.description}",
+        workload=workload.description,
         workload_digest=workload.digest,
         arrivals=plan.arrivals_text(),
         slo=plan.slo,

@@ -53,6 +53,7 @@ def test_bench_measures_and_writes(tmp_path: Path, capsys: pytest.CaptureFixture
     written = summary(tmp_path / "out")
     assert written["metrics"]["goodput_share"]["server"]["value"] == 1.0
     assert not written["partial"]
+    assert written["workload"].startswith("random: 4 requests, ")
     assert (tmp_path / "out" / "report.html").stat().st_size > 1000
     shown = capsys.readouterr().out
     assert "Goodput, req/s" in shown
@@ -216,6 +217,7 @@ def test_a_sweep_finds_the_rate_that_holds(tmp_path: Path) -> None:
     assert status == 0
     written = summary(tmp_path / "out")
     assert 1 <= written["best_rates"]["server"] < 200
+    assert "Every rate has numbers of its own" in (tmp_path / "out" / "report.html").read_text()
     rates = [point["rate"] for point in written["sweep"]]
     assert rates == sorted(rates)
     assert len(rates) >= 3
