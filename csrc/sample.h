@@ -13,13 +13,14 @@ namespace kitfox {
 
 // kitfox/sampling/native_sampler.py mirrors this and the next struct: fields of eight bytes only.
 struct SampleRow {
-  const float* logits;  // [V]
-  double temperature;   // 0: the largest logit, the first of equals
-  double top_p;         // 1: all
-  double min_p;         // 0: all
-  int64_t top_k;        // outside [1, V): all
-  double uniform;       // in [0, 1)
-  int64_t token;        // out; -1 where a logit is NaN or the largest is not finite
+  const float* logits;      // [V]
+  const uint32_t* allowed;  // [ceil(V / 32)], a bit a token, the lowest first; the others count as -inf. Null: all
+  double temperature;       // 0: the largest logit, the first of equals
+  double top_p;             // 1: all
+  double min_p;             // 0: all
+  int64_t top_k;            // outside [1, V): all
+  double uniform;           // in [0, 1)
+  int64_t token;            // out; -1 where a logit, allowed or not, is NaN or +inf, or none is above -inf
 };
 
 struct LogprobsRow {
@@ -32,19 +33,49 @@ struct LogprobsRow {
   double* top_logprobs;  // out: [num_top]
 };
 
-// visit(x, i) for each sixteen numbers from i on. Those past the end are -inf: they have no weight and are no maximum.
-template <class Visit>
-KF_INLINE void for_vectors(const float* x, int64_t size, const Visit& visit) {
+// Numbers as they lie in memory.
+struct Numbers {
+  const float* x;
+
+  float operator[](int64_t i) const { return x[i]; }
+  Numbers from(int64_t begin) const { return {x + begin}; }
+  simd::f32 vector(int64_t i) const { return simd::load(x + i); }
+  simd::f32 vector_of_first(int64_t i, int count) const { return simd::load_first(x + i, count); }
+};
+
+// Numbers of which those that are not allowed read as -inf, or NaN where they are NaN or +inf: no mask hides a fault.
+// So what is done with them is bit for bit what is done with such numbers in memory.
+struct MaskedNumbers {
+  const float* x;
+  const uint32_t* allowed;
+
+  float operator[](int64_t i) const { return (allowed[i / 32] >> (i % 32) & 1) ? x[i] : x[i] - INFINITY; }
+  // begin: a multiple of 32.
+  MaskedNumbers from(int64_t begin) const { return {x + begin, allowed + begin / 32}; }
+  simd::f32 vector(int64_t i) const { return masked(simd::load(x + i), i); }
+  simd::f32 vector_of_first(int64_t i, int count) const { return masked(simd::load_first(x + i, count), i); }
+
+ private:
+  // i: a multiple of 16.
+  simd::f32 masked(simd::f32 v, int64_t i) const {
+    const simd::mask is_allowed = simd::from_bits(allowed[i / 32] >> (i % 32));
+    return simd::sub(v, simd::select(is_allowed, simd::zero(), simd::set1(INFINITY)));
+  }
+};
+
+// visit(v, i) for each sixteen numbers from i on. Those past the end are -inf: they have no weight and are no maximum.
+template <class X, class Visit>
+KF_INLINE void for_vectors(const X& x, int64_t size, const Visit& visit) {
   int64_t i = 0;
-  for (; i + simd::LANES <= size; i += simd::LANES) visit(simd::load(x + i), i);
+  for (; i + simd::LANES <= size; i += simd::LANES) visit(x.vector(i), i);
   if (i < size) {
     const int rest = static_cast<int>(size - i);
-    visit(simd::select(simd::first(rest), simd::load_first(x + i, rest), simd::set1(-INFINITY)), i);
+    visit(simd::select(simd::first(rest), x.vector_of_first(i, rest), simd::set1(-INFINITY)), i);
   }
 }
 
 // How many numbers are below a limit, which is not -inf.
-inline int64_t count_less(const float* x, int64_t size, float limit) {
+inline int64_t count_less(Numbers x, int64_t size, float limit) {
   int64_t count = -(-size & (simd::LANES - 1));  // the padding's
   for_vectors(x, size, [&](simd::f32 v, int64_t) {
     count += __builtin_popcount(simd::bits(simd::less(v, simd::set1(limit))));
@@ -76,7 +107,7 @@ inline float last_reaching(float largest, const Reaches& reaches) {
 }
 
 // The k-th largest of numbers of which none is above `largest`; 1 <= k <= size.
-inline float kth_largest(const float* x, int64_t size, int64_t k, float largest) {
+inline float kth_largest(Numbers x, int64_t size, int64_t k, float largest) {
   return last_reaching(largest, [&](float limit) { return size - count_less(x, size, limit) >= k; });
 }
 
@@ -91,58 +122,30 @@ class RowSampler {
   }
 
   void sample(SampleRow& row) {
-    row.token = -1;
-    if (!scan(row.logits)) return;
-    if (row.temperature == 0.0) {
-      row.token = first_of_largest(row.logits);
-      return;
-    }
-    // Neither the temperature nor its inverse may overflow a float: infinity times 0 is no weight.
-    temperature_ = std::min(std::max(row.temperature, 1e-37), 1e37);
-    const bool limits_count = 0 < row.top_k && row.top_k < vocab_size_;
-    if (!limits_count && row.top_p >= 1.0 && row.min_p == 0.0) {
-      row.token = draw(row.logits, vocab_size_, row.uniform);
-      return;
-    }
-    const float min_logit = row.min_p > 0.0 ? at_least(largest_ + temperature_ * std::log(row.min_p)) : -INFINITY;
-    if (limits_count) {
-      collect(row.logits, bound_of_largest(row.top_k));
-      keep_largest(row.top_k);
-      if (row.top_p < 1.0) keep_mass(row.top_p * total_weight(survivors_.data(), num_survivors_));
-      keep_if([&](float logit) { return logit >= min_logit; });
-    } else if (row.top_p < 1.0) {
-      const double total = total_weight(row.logits, vocab_size_);
-      // All logits below this one together weigh less than what top_p leaves out. A thousandth covers the rounding.
-      const double least_weight = (1.0 - row.top_p) * total / static_cast<double>(vocab_size_);
-      const double bound = largest_ + temperature_ * (std::log(least_weight) - 1e-3);
-      collect(row.logits, std::max(min_logit, std::nextafter(static_cast<float>(bound), -INFINITY)));
-      keep_mass(row.top_p * total);
-    } else {
-      collect(row.logits, min_logit);
-    }
-    row.token = ids_[draw(survivors_.data(), num_survivors_, row.uniform)];
+    row.token = row.allowed ? choose(row, MaskedNumbers{row.logits, row.allowed}) : choose(row, Numbers{row.logits});
   }
 
   void logprobs(LogprobsRow& row) {
-    const bool is_distribution = scan(row.logits);
+    const Numbers logits{row.logits};
+    const bool is_distribution = scan(logits);
     temperature_ = 1.0;
-    const double log_total = is_distribution ? largest_ + std::log(total_weight(row.logits, vocab_size_)) : NAN;
-    const float own = row.logits[row.token];
+    const double log_total = is_distribution ? largest_ + std::log(total_weight(logits, vocab_size_)) : NAN;
+    const float own = logits[row.token];
     row.logprob = own - log_total;
     row.rank = 1;
-    for_vectors(row.logits, vocab_size_, [&](simd::f32 v, int64_t) {
+    for_vectors(logits, vocab_size_, [&](simd::f32 v, int64_t) {
       row.rank += __builtin_popcount(simd::bits(simd::less(simd::set1(own), v)));
     });
     if (row.num_top == 0) return;
     if (is_distribution) {
-      collect(row.logits, bound_of_largest(row.num_top));
+      collect(logits, bound_of_largest(row.num_top));
       std::partial_sort(ids_.begin(), ids_.begin() + row.num_top, ids_.begin() + num_survivors_, [&](int a, int b) {
-        return row.logits[a] > row.logits[b] || (row.logits[a] == row.logits[b] && a < b);
+        return logits[a] > logits[b] || (logits[a] == logits[b] && a < b);
       });
     }
     for (int64_t i = 0; i < row.num_top; ++i) {
       row.top_ids[i] = is_distribution ? ids_[i] : i;
-      row.top_logprobs[i] = row.logits[row.top_ids[i]] - log_total;
+      row.top_logprobs[i] = logits[row.top_ids[i]] - log_total;
     }
   }
 
@@ -160,12 +163,45 @@ class RowSampler {
     ids_.resize(vocab_size + simd::LANES);
   }
 
+  template <class Logits>
+  int64_t choose(const SampleRow& row, const Logits& logits) {
+    if (!scan(logits)) return -1;
+    if (row.temperature == 0.0) return first_of_largest(logits);
+    // Neither the temperature nor its inverse may overflow a float: infinity times 0 is no weight.
+    temperature_ = std::min(std::max(row.temperature, 1e-37), 1e37);
+    const bool limits_count = 0 < row.top_k && row.top_k < vocab_size_;
+    if (!limits_count && row.top_p >= 1.0 && row.min_p == 0.0) {
+      return draw(logits, vocab_size_, row.uniform);
+    }
+    const float min_logit = row.min_p > 0.0 ? at_least(largest_ + temperature_ * std::log(row.min_p)) : -INFINITY;
+    if (limits_count) {
+      // Fewer than top_k may be above -inf; what has no weight need not survive.
+      collect(logits, std::max(bound_of_largest(row.top_k), -FLT_MAX));
+      keep_largest(row.top_k);
+      if (row.top_p < 1.0) keep_mass(row.top_p * total_weight(survivors(), num_survivors_));
+      keep_if([&](float logit) { return logit >= min_logit; });
+    } else if (row.top_p < 1.0) {
+      const double total = total_weight(logits, vocab_size_);
+      // All logits below this one together weigh less than what top_p leaves out. A thousandth covers the rounding.
+      const double least_weight = (1.0 - row.top_p) * total / static_cast<double>(vocab_size_);
+      const double bound = largest_ + temperature_ * (std::log(least_weight) - 1e-3);
+      collect(logits, std::max(min_logit, std::nextafter(static_cast<float>(bound), -INFINITY)));
+      keep_mass(row.top_p * total);
+    } else {
+      collect(logits, min_logit);
+    }
+    return ids_[draw(survivors(), num_survivors_, row.uniform)];
+  }
+
+  Numbers survivors() const { return {survivors_.data()}; }
+
   // Sets largest_ and maxima_; returns whether the row is a distribution.
-  bool scan(const float* logits) {
+  template <class Logits>
+  bool scan(const Logits& logits) {
     simd::f32 all = simd::set1(-INFINITY), nan = simd::zero();
     for (int64_t begin = 0, block = 0; begin < vocab_size_; begin += kBlock, ++block) {
       simd::f32 maxima = simd::set1(-INFINITY);
-      for_vectors(logits + begin, std::min(kBlock, vocab_size_ - begin), [&](simd::f32 v, int64_t) {
+      for_vectors(logits.from(begin), std::min(kBlock, vocab_size_ - begin), [&](simd::f32 v, int64_t) {
         maxima = simd::max(v, maxima);
         nan = simd::select(simd::is_nan(v), v, nan);
       });
@@ -176,9 +212,12 @@ class RowSampler {
     return std::isfinite(largest_) && !simd::any(simd::is_nan(nan));
   }
 
-  int64_t first_of_largest(const float* logits) const {
+  template <class Logits>
+  int64_t first_of_largest(const Logits& logits) const {
     const int64_t block = (std::find(maxima_.begin(), maxima_.end(), largest_) - maxima_.begin()) / simd::LANES;
-    return std::find(logits + block * kBlock, logits + vocab_size_, largest_) - logits;
+    int64_t id = block * kBlock;
+    while (logits[id] != largest_) ++id;
+    return id;
   }
 
   simd::f32 weight(simd::f32 logit) const {
@@ -187,11 +226,12 @@ class RowSampler {
   }
 
   // Sets cumulative_ to the weight up to the end of each block; returns the last.
-  double total_weight(const float* logits, int64_t size) {
+  template <class Logits>
+  double total_weight(const Logits& logits, int64_t size) {
     double total = 0.0;
     for (int64_t begin = 0, block = 0; begin < size; begin += kBlock, ++block) {
       simd::f64 sum = simd::zero_f64();
-      for_vectors(logits + begin, std::min(kBlock, size - begin), [&](simd::f32 v, int64_t) {
+      for_vectors(logits.from(begin), std::min(kBlock, size - begin), [&](simd::f32 v, int64_t) {
         sum = simd::add(sum, weight(v));
       });
       cumulative_[block] = total += simd::sum(sum);
@@ -200,7 +240,8 @@ class RowSampler {
   }
 
   // The first index at which the cumulative weight exceeds the uniform share of the total.
-  int64_t draw(const float* logits, int64_t size, double uniform) {
+  template <class Logits>
+  int64_t draw(const Logits& logits, int64_t size, double uniform) {
     const double total = total_weight(logits, size);
     const double target = uniform * total;
     const auto end = cumulative_.begin() + (size + kBlock - 1) / kBlock;
@@ -210,7 +251,7 @@ class RowSampler {
     const int64_t begin = (found - cumulative_.begin()) * kBlock;
     double cumulative = found == cumulative_.begin() ? 0.0 : found[-1];
     float weights[kBlock];
-    for_vectors(logits + begin, std::min(kBlock, size - begin),
+    for_vectors(logits.from(begin), std::min(kBlock, size - begin),
                 [&](simd::f32 v, int64_t i) { simd::store(weights + i, weight(v)); });
     int64_t chosen = 0;
     for (int64_t i = 0; i < std::min(kBlock, size - begin) && cumulative <= target; ++i) {
@@ -229,18 +270,21 @@ class RowSampler {
   // At least `count` logits are not below this: as many lanes of blocks have such a maximum.
   float bound_of_largest(int64_t count) const {
     const int64_t num_maxima = static_cast<int64_t>(maxima_.size());
-    return count <= num_maxima ? kth_largest(maxima_.data(), num_maxima, count, largest_) : -INFINITY;
+    return count <= num_maxima ? kth_largest({maxima_.data()}, num_maxima, count, largest_) : -INFINITY;
   }
 
   // Makes the logits that are not below the bound the survivors, in the order of their ids.
-  void collect(const float* logits, float bound) {
+  template <class Logits>
+  void collect(const Logits& logits, float bound) {
     int64_t count = 0;
     for_vectors(logits, vocab_size_, [&](simd::f32 v, int64_t i) {
       if ((0xFFFF & ~simd::bits(simd::less(v, simd::set1(bound)))) == 0) return;
-      for (const int64_t end = std::min(i + simd::LANES, vocab_size_); i < end; ++i) {
-        survivors_[count] = logits[i];
-        ids_[count] = static_cast<int32_t>(i);
-        count += logits[i] >= bound;
+      float lanes[simd::LANES];
+      simd::store(lanes, v);
+      for (int64_t lane = 0; lane < std::min<int64_t>(simd::LANES, vocab_size_ - i); ++lane) {
+        survivors_[count] = lanes[lane];
+        ids_[count] = static_cast<int32_t>(i + lane);
+        count += lanes[lane] >= bound;
       }
     });
     num_survivors_ = count;
@@ -270,7 +314,7 @@ class RowSampler {
 
   void keep_largest(int64_t count) {
     if (num_survivors_ <= count) return;
-    const float limit = kth_largest(survivors_.data(), num_survivors_, count, largest_);
+    const float limit = kth_largest(survivors(), num_survivors_, count, largest_);
     int64_t num_above = 0;
     for (int64_t i = 0; i < num_survivors_; ++i) num_above += survivors_[i] > limit;
     keep_above(limit, count - num_above);
@@ -278,11 +322,11 @@ class RowSampler {
 
   // The fewest of the largest survivors that weigh `mass` together; all of them if they do not.
   void keep_mass(double mass) {
-    for_vectors(survivors_.data(), num_survivors_,
+    for_vectors(survivors(), num_survivors_,
                 [&](simd::f32 v, int64_t i) { simd::store(weights_.data() + i, weight(v)); });
     const auto mass_from = [&](float limit) {
       simd::f64 sum = simd::zero_f64();
-      for_vectors(survivors_.data(), num_survivors_, [&](simd::f32 v, int64_t i) {
+      for_vectors(survivors(), num_survivors_, [&](simd::f32 v, int64_t i) {
         const simd::mask is_below = simd::less(v, simd::set1(limit));
         sum = simd::add(sum, simd::select(is_below, simd::zero(), simd::load(weights_.data() + i)));
       });

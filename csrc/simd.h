@@ -27,7 +27,9 @@ constexpr int LANES = 16;
 // e^x to about 2 ulp; 0 below -87.3 (never a denormal), inf above 88.7, NaN for NaN.
 // Cody-Waite reduction to |r| <= ln(2)/2, then a polynomial of degree 6: https://doi.org/10.1145/355769.355776
 KF_INLINE f32 exp(f32 x) {
-  const f32 clamped = min(max(x, set1(-104.0f)), set1(89.0f));
+  const mask is_too_small = less(x, set1(-87.33654f));
+  // Not even on the way a denormal, which slows down tenfold what it meets.
+  const f32 clamped = min(select(is_too_small, zero(), x), set1(89.0f));
   const f32 n = round(mul(clamped, set1(1.44269504088896341f)));
   f32 r = fma(n, set1(-0.693359375f), clamped);
   r = fma(n, set1(2.12194440e-4f), r);
@@ -39,7 +41,7 @@ KF_INLINE f32 exp(f32 x) {
   p = fma(p, r, set1(5.0000001201e-1f));
   p = add(fma(mul(p, r), r, r), set1(1.0f));
   f32 result = scale_by_power_of_two(p, n);
-  result = select(less(x, set1(-87.33654f)), zero(), result);
+  result = select(is_too_small, zero(), result);
   result = select(less(set1(88.72283f), x), set1(INFINITY), result);
   return select(is_nan(x), x, result);
 }

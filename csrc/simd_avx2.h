@@ -118,6 +118,13 @@ KF_INLINE bool any(mask m) { return _mm256_movemask_ps(_mm256_or_ps(m.low, m.hig
 KF_INLINE uint32_t bits(mask m) {
   return static_cast<uint32_t>(_mm256_movemask_ps(m.low) | _mm256_movemask_ps(m.high) << 8);
 }
+// The other way round; bits from the 16th on count for nothing.
+KF_INLINE mask from_bits(uint32_t bits) {
+  const __m256i all = _mm256_set1_epi32(static_cast<int>(bits));
+  const __m256i low = _mm256_setr_epi32(1, 2, 4, 8, 16, 32, 64, 128), high = _mm256_slli_epi32(low, 8);
+  return {_mm256_castsi256_ps(_mm256_cmpeq_epi32(_mm256_and_si256(all, low), low)),
+          _mm256_castsi256_ps(_mm256_cmpeq_epi32(_mm256_and_si256(all, high), high))};
+}
 
 // Always the same tree: lanes i and i + 8, then 4, 2, 1.
 KF_INLINE float sum(f32 a) {

@@ -66,6 +66,8 @@ KF_INLINE f32 select(mask m, f32 a, f32 b) { return {_mm512_mask_blend_ps(m.v, b
 KF_INLINE bool any(mask m) { return m.v != 0; }
 // Lane i in bit i.
 KF_INLINE uint32_t bits(mask m) { return m.v; }
+// The other way round; bits from the 16th on count for nothing.
+KF_INLINE mask from_bits(uint32_t bits) { return {static_cast<__mmask16>(bits)}; }
 
 // Always the same tree: lanes i and i + 8, then 4, 2, 1.
 KF_INLINE float sum(f32 a) {

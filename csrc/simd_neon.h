@@ -153,6 +153,12 @@ KF_INLINE uint32_t bits(mask m) {
   const uint32x4_t high = vorrq_u32(vandq_u32(m.c, vshlq_n_u32(bit, 8)), vandq_u32(m.d, vshlq_n_u32(bit, 12)));
   return vaddvq_u32(vorrq_u32(low, high));
 }
+// The other way round; bits from the 16th on count for nothing.
+KF_INLINE mask from_bits(uint32_t bits) {
+  const uint32x4_t all = vdupq_n_u32(bits), bit = {1, 2, 4, 8};
+  return {vtstq_u32(all, bit), vtstq_u32(all, vshlq_n_u32(bit, 4)), vtstq_u32(all, vshlq_n_u32(bit, 8)),
+          vtstq_u32(all, vshlq_n_u32(bit, 12))};
+}
 
 // Always the same tree: lanes i and i + 8, then 4, 2, 1.
 KF_INLINE float sum(f32 x) {

@@ -24,6 +24,10 @@ Quantization = Literal["auto", "none", "int8"]
 QUANTIZATIONS: tuple[Quantization, ...] = ("auto", "none", "int8")
 Pooling = Literal["mean", "last"]
 POOLINGS: tuple[Pooling, ...] = ("mean", "last")
+StructuredBackend = Literal["auto", "llguidance", "xgrammar"]
+STRUCTURED_BACKENDS: tuple[StructuredBackend, ...] = ("auto", "llguidance", "xgrammar")
+SpeculationMethod = Literal["none", "ngram", "suffix"]
+SPECULATION_METHODS: tuple[SpeculationMethod, ...] = ("none", "ngram", "suffix")
 
 
 def _check(condition: bool, name: str, limit: str, given: object) -> None:
@@ -171,6 +175,56 @@ class DeviceConfig:
 
 
 @dataclass(frozen=True)
+class StructuredOutputConfig:
+    """How answers are held to a schema or a grammar.
+
+    Attributes:
+        backend: who compiles grammars; "auto" is llguidance, and xgrammar for what llguidance refuses.
+        compile_timeout_s: a grammar that takes longer to compile is refused.
+        compile_memory_bytes: likewise, for memory beyond what the compiler needs for itself.
+        max_whitespace: most whitespace characters between two JSON tokens, where a request does not say; 0 is compact.
+        jump_forward: append the tokens that a grammar forces without sampling them.
+    """
+
+    backend: StructuredBackend = "auto"
+    compile_timeout_s: float = 5.0
+    compile_memory_bytes: int = 2 * 2**30
+    max_whitespace: int = 8
+    jump_forward: bool = True
+
+    def __post_init__(self) -> None:
+        names = ", ".join(STRUCTURED_BACKENDS)
+        _check(self.backend in STRUCTURED_BACKENDS, "structured_backend", f"must be one of {names}", self.backend)
+        _check(self.compile_timeout_s > 0, "grammar_timeout", "must be > 0", self.compile_timeout_s)
+        _check(self.compile_memory_bytes > 0, "grammar_memory", "must be > 0", self.compile_memory_bytes)
+        _check(0 <= self.max_whitespace <= 1000, "json_max_whitespace", "must be in [0, 1000]", self.max_whitespace)
+
+
+@dataclass(frozen=True)
+class SpeculationConfig:
+    """Who guesses what answers go on with, several tokens ahead.
+
+    Attributes:
+        method: "none", "ngram" (what followed the same words before, in the same request) or "suffix" (that, and past
+            traffic).
+        num_draft_tokens: most guesses for one answer in one step.
+        adaptive: guess only as far as it makes answers come sooner, by what steps cost and guesses were worth so far;
+            off, always as far as the proposer has something to say.
+        options: of the method itself, by the names of its arguments.
+    """
+
+    method: SpeculationMethod = "none"
+    num_draft_tokens: int = 8
+    adaptive: bool = True
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        names = ", ".join(SPECULATION_METHODS)
+        _check(self.method in SPECULATION_METHODS, "speculation", f"must be one of {names}", self.method)
+        _check(1 <= self.num_draft_tokens <= 64, "num_draft_tokens", "must be in [1, 64]", self.num_draft_tokens)
+
+
+@dataclass(frozen=True)
 class EngineConfig:
     """Everything the engine needs to know, built once from flags, a file or keyword arguments."""
 
@@ -178,6 +232,8 @@ class EngineConfig:
     cache: CacheConfig = field(default_factory=CacheConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     device: DeviceConfig = field(default_factory=DeviceConfig)
+    structured_output: StructuredOutputConfig = field(default_factory=StructuredOutputConfig)
+    speculation: SpeculationConfig = field(default_factory=SpeculationConfig)
     max_logprobs: int = 20
     trace_capacity: int = 65536
 

@@ -11,6 +11,10 @@ from typing import Any
 import msgspec
 
 
+class GrammarError(Exception):
+    """A format that cannot be had, or not exactly; the message names the keyword and why. The caller's mistake."""
+
+
 class JsonSchema(msgspec.Struct, frozen=True, kw_only=True, tag="json_schema", omit_defaults=True):
     """One JSON value that the schema accepts.
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import difflib
+import importlib.util
 import json
 import os
 import re
@@ -25,11 +26,15 @@ from kitfox.config import (
     POOLINGS,
     QUANTIZATIONS,
     SCHEDULING_POLICIES,
+    SPECULATION_METHODS,
+    STRUCTURED_BACKENDS,
     CacheConfig,
     DeviceConfig,
     EngineConfig,
     ModelOptions,
     SchedulerConfig,
+    SpeculationConfig,
+    StructuredOutputConfig,
 )
 from kitfox.errors import ConfigError
 from kitfox.server.options import ServerOptions, api_key_of_environment
@@ -193,8 +198,7 @@ ACCESS, OBSERVING, PARALLEL, FEATURES, SPEED = "Access", "Observing", "Paralleli
 
 NOT_BUILT = "is not built yet"
 NO_PARALLEL = "several devices are not supported yet"
-NO_SPECULATION = "speculative decoding is not built yet"
-NO_STRUCTURED = "structured output is not built yet"
+NO_DRAFT_MODEL = "models that guess are not built yet: n-grams and suffixes are"
 NO_LORA = "LoRA adapters are not built yet"
 NO_OFFLOAD = "offloading to other memory is not built yet"
 NO_CAPTURE = "captured or compiled steps are not built yet; kitfox runs eagerly"
@@ -883,20 +887,114 @@ FLAGS: tuple[Flag, ...] = (
         unsupported="disaggregation is not built yet",
     ),
     # -- known, not built: features
-    Flag("speculation", FEATURES, "--speculative-config -sc", unsupported=NO_SPECULATION),
-    Flag("speculation", FEATURES, "--spec-method", "--speculative-algorithm", unsupported=NO_SPECULATION),
-    Flag("draft model", FEATURES, "--spec-model", "--speculative-draft-model-path", unsupported=NO_SPECULATION),
-    Flag("draft tokens", FEATURES, "--spec-tokens", "--speculative-num-draft-tokens", unsupported=NO_SPECULATION),
-    Flag("draft steps", FEATURES, "", "--speculative-num-steps", unsupported=NO_SPECULATION),
-    Flag("draft tree", FEATURES, "", "--speculative-eagle-topk", unsupported=NO_SPECULATION),
-    Flag("n-gram drafts", FEATURES, "", "--speculative-ngram-min-match-window-size", unsupported=NO_SPECULATION),
-    Flag("n-gram drafts", FEATURES, "", "--speculative-ngram-max-match-window-size", unsupported=NO_SPECULATION),
-    Flag("grammars", FEATURES, "--structured-outputs-config", unsupported=NO_STRUCTURED),
-    Flag("grammars", FEATURES, "", "--grammar-backend", unsupported=NO_STRUCTURED, harmless=("none",)),
     Flag(
-        "JSON spaces", FEATURES, "", "--constrained-json-disable-any-whitespace", switch=True, unsupported=NO_STRUCTURED
+        'guess several tokens ahead: a JSON object {"method": "ngram" or "suffix", "num_speculative_tokens": 8, ...}',
+        SPEED,
+        "--speculative-config -sc",
+        "",
+        "speculation.config",
+        json_object,
     ),
-    Flag("JSON spaces", FEATURES, "", "--constrained-json-max-whitespace-cnt", unsupported=NO_STRUCTURED),
+    Flag(
+        f"who guesses tokens ahead: {', '.join(SPECULATION_METHODS)}",
+        SPEED,
+        "--spec-method",
+        "--speculative-algorithm",
+        "speculation.method",
+        lambda text: one_of(*SPECULATION_METHODS)(text.lower()),
+    ),
+    Flag("draft model", FEATURES, "--spec-model", "--speculative-draft-model-path", unsupported=NO_DRAFT_MODEL),
+    Flag(
+        "most guesses for one answer in one step",
+        SPEED,
+        "--spec-tokens",
+        "--speculative-num-draft-tokens",
+        "speculation.num_draft_tokens",
+        number(1, 64),
+    ),
+    Flag(
+        "guess as far as there is something to say, whether it pays or not",
+        SPEED,
+        "--no-adaptive-speculation",
+        "--no-adaptive-speculation",
+        "speculation.adaptive",
+        switch=False,
+    ),
+    Flag("adaptive guessing is what kitfox does", SPEED, "", "--speculative-adaptive", switch=True),
+    Flag("draft steps", FEATURES, "", "--speculative-num-steps", unsupported=NO_DRAFT_MODEL),
+    Flag("draft tree", FEATURES, "", "--speculative-eagle-topk", unsupported=NO_DRAFT_MODEL),
+    Flag(
+        "fewest tokens that must have occurred before, for n-grams",
+        SPEED,
+        "",
+        "--speculative-ngram-min-match-window-size",
+        "speculation.min_length",
+        number(1, 64),
+    ),
+    Flag(
+        "most tokens that are looked up, for n-grams",
+        SPEED,
+        "",
+        "--speculative-ngram-max-match-window-size",
+        "speculation.max_length",
+        number(1, 64),
+    ),
+    Flag(
+        f"who compiles grammars: {', '.join(STRUCTURED_BACKENDS)}; auto is llguidance, xgrammar for what it refuses",
+        FEATURES,
+        "--structured-backend",
+        "--structured-backend --grammar-backend",
+        "structured_output.backend",
+        one_of(*STRUCTURED_BACKENDS, guidance="llguidance"),
+    ),
+    Flag(
+        'vLLM\'s JSON object: {"backend": ..., "disable_any_whitespace": ...}',
+        FEATURES,
+        "--structured-outputs-config",
+        "",
+        "structured_outputs_config",
+        json_object,
+    ),
+    Flag(
+        "seconds that a grammar may take to compile; one that takes longer is refused",
+        FEATURES,
+        "--grammar-timeout",
+        "--grammar-timeout",
+        "structured_output.compile_timeout_s",
+        number(0.001, 3600, float),
+    ),
+    Flag(
+        "memory that a grammar may take to compile: 2G",
+        FEATURES,
+        "--grammar-memory",
+        "--grammar-memory",
+        "structured_output.compile_memory_bytes",
+        size,
+    ),
+    Flag(
+        "most whitespace characters between two JSON tokens; 0 writes compact JSON",
+        FEATURES,
+        "--json-max-whitespace",
+        "--json-max-whitespace --constrained-json-max-whitespace-cnt",
+        "structured_output.max_whitespace",
+        number(0, 1000),
+    ),
+    Flag(
+        "the same as --json-max-whitespace 0",
+        FEATURES,
+        "",
+        "--constrained-json-disable-any-whitespace",
+        "structured_output.max_whitespace",
+        switch=0,
+    ),
+    Flag(
+        "sample the tokens too that a grammar forces",
+        FEATURES,
+        "--no-jump-forward",
+        "--no-jump-forward --disable-jump-forward",
+        "structured_output.jump_forward",
+        switch=False,
+    ),
     Flag("accepted; the model may always choose to call tools", FEATURES, "--enable-auto-tool-choice", switch=True),
     Flag(
         f"how tool calls are written: auto (as the chat template says), none, or {', '.join(TOOL_CALL_PARSERS)}",
@@ -1179,11 +1277,14 @@ def _assemble(dialect: Dialect, settings: dict[str, Any]) -> tuple[EngineConfig,
     _settle_model(dialect, settings)
     _settle_cache(settings)
     _settle_scheduling(settings)
+    _settle_structured_output(settings)
+    _settle_speculation(settings)
     _settle_access(settings)
     for flag in FLAGS:
         if dialect in flag.defaults:
             settings.setdefault(flag.target, flag.defaults[dialect])
-    sections: dict[str, dict[str, Any]] = {name: {} for name in ("model", "cache", "scheduler", "device", "server", "")}
+    names = ("model", "cache", "scheduler", "device", "structured_output", "speculation", "server", "")
+    sections: dict[str, dict[str, Any]] = {name: {} for name in names}
     for target, value in settings.items():
         section, _, name = target.rpartition(".")
         sections[section][name] = value
@@ -1192,6 +1293,8 @@ def _assemble(dialect: Dialect, settings: dict[str, Any]) -> tuple[EngineConfig,
         cache=CacheConfig(**sections["cache"]),
         scheduler=SchedulerConfig(**sections["scheduler"]),
         device=DeviceConfig(**sections["device"]),
+        structured_output=StructuredOutputConfig(**sections["structured_output"]),
+        speculation=SpeculationConfig(**sections["speculation"]),
         **sections[""],
     )
     return config, ServerOptions(**sections["server"])
@@ -1251,6 +1354,74 @@ def _settle_scheduling(settings: dict[str, Any]) -> None:
             "--max-prefill-tokens needs --chunked-prefill-size -1: with chunks, --chunked-prefill-size is the budget",
             param="max_prefill_tokens",
         )
+
+
+def _settle_structured_output(settings: dict[str, Any]) -> None:
+    given = settings.pop("structured_outputs_config", None) or {}
+    flag = "--structured-outputs-config"
+    for name, value in given.items():
+        if name == "backend":
+            parse = one_of(*STRUCTURED_BACKENDS, guidance="llguidance")
+            try:
+                settings.setdefault("structured_output.backend", parse(str(value)))
+            except argparse.ArgumentTypeError as error:
+                raise ConfigError(f"{flag}: backend {error}", param=flag) from None
+        elif name == "disable_any_whitespace" and isinstance(value, bool):
+            if value:
+                settings.setdefault("structured_output.max_whitespace", 0)
+        else:
+            limit = "knows backend and disable_any_whitespace (true or false)"
+            raise ConfigError(f"{flag} {limit}. Given: {name}: {value!r}", param=flag)
+    backend = settings.get("structured_output.backend")
+    if backend == "xgrammar" and importlib.util.find_spec("xgrammar") is None:
+        raise ConfigError(
+            "--structured-backend xgrammar needs a package: pip install 'kitfox[xgrammar]'", param="structured_backend"
+        )
+
+
+# What vLLM calls the settings of its own methods, and what the proposer's arguments are called here.
+_VLLM_SPECULATION_OPTIONS = {
+    "prompt_lookup_min": "min_length",
+    "prompt_lookup_max": "max_length",
+    "suffix_decoding_max_tree_depth": "max_depth",
+    "suffix_decoding_max_cached_requests": "max_cached_requests",
+    "suffix_decoding_min_token_prob": "min_probability",
+}
+
+
+def _settle_speculation(settings: dict[str, Any]) -> None:
+    flag = "--speculative-config"
+    options: dict[str, Any] = {}
+    for name, value in (settings.pop("speculation.config", None) or {}).items():
+        if name == "method":
+            if value not in SPECULATION_METHODS:
+                raise ConfigError(f"{flag}: method must be one of {', '.join(SPECULATION_METHODS)}. Given: {value!r}")
+            settings.setdefault("speculation.method", value)
+        elif name == "num_speculative_tokens":
+            if type(value) is not int or not 1 <= value <= 64:
+                raise ConfigError(f"{flag}: num_speculative_tokens must be in [1, 64]. Given: {value!r}")
+            settings.setdefault("speculation.num_draft_tokens", value)
+        elif name in _VLLM_SPECULATION_OPTIONS:
+            options[_VLLM_SPECULATION_OPTIONS[name]] = value
+        else:
+            known = ", ".join(("method", "num_speculative_tokens", *_VLLM_SPECULATION_OPTIONS))
+            raise ConfigError(f"{flag}: knows {known}. Given: {name}", param="speculative_config")
+    for name in ("min_length", "max_length"):
+        if f"speculation.{name}" in settings:
+            options[name] = settings.pop(f"speculation.{name}")
+    if not options:
+        return
+    from kitfox.spec_decode.proposers import make_proposer
+
+    method = settings.get("speculation.method", "none")
+    try:
+        if method != "none":
+            make_proposer(method, **options)
+    except TypeError:
+        raise ConfigError(
+            f"{flag}: {method} has no setting {' and no '.join(options)}", param="speculative_config"
+        ) from None
+    settings["speculation.options"] = options
 
 
 def _settle_access(settings: dict[str, Any]) -> None:

@@ -34,15 +34,21 @@ class EngineOutput(msgspec.Struct, kw_only=True, omit_defaults=True):
     """One request's news after one step.
 
     Attributes:
+        may_stop: for an answer held to a grammar that stop texts may end: whether it might have ended before each of
+            the new tokens. Empty where it may end anywhere.
         num_cached_tokens: prompt tokens that came from the prefix cache.
         queue_time_s: from arrival to first being scheduled.
         prefill_time_s: from there to the first token.
+        num_draft_tokens, num_accepted_tokens: guesses that were verified so far, and those that were right.
+        saved_time_s: how much sooner it came for that.
         embedding: the pooled vector of a request that asked for one, as little-endian float32; not normalised.
         error: what went wrong, with finish_reason "error".
+        param: the parameter to blame for it; empty where it is not the caller's mistake.
     """
 
     request_id: str
     new_token_ids: list[int] = []
+    may_stop: list[bool] = []
     logprobs: list[TokenLogprobs] = []
     prompt_logprobs: list[TokenLogprobs] = []
     finish_reason: FinishReason | None = None
@@ -51,8 +57,46 @@ class EngineOutput(msgspec.Struct, kw_only=True, omit_defaults=True):
     num_preemptions: int = 0
     queue_time_s: float = 0.0
     prefill_time_s: float = 0.0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    saved_time_s: float = 0.0
     embedding: bytes | None = None
     error: str | None = None
+    param: str = ""
+
+
+class GrammarStats(msgspec.Struct, kw_only=True):
+    """What grammars came to since the start.
+
+    Attributes:
+        num_compiled, num_refused, num_cache_hits: of the requests that wanted one.
+        compile_time_s, mask_time_s: seconds, neither of them on the steps' own thread.
+        num_masks: one a constrained token that was sampled.
+        num_forced_tokens: appended without sampling.
+    """
+
+    num_compiled: int = 0
+    num_refused: int = 0
+    num_cache_hits: int = 0
+    compile_time_s: float = 0.0
+    num_masks: int = 0
+    mask_time_s: float = 0.0
+    num_forced_tokens: int = 0
+
+
+class SpeculationStats(msgspec.Struct, kw_only=True):
+    """What guesses came to since the start.
+
+    Attributes:
+        num_drafts: runs of guesses, one an answer and a step.
+        saved_time_s: how much sooner answers went on than without guesses, by what steps of their sizes take; added up
+            over answers.
+    """
+
+    num_drafts: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    saved_time_s: float = 0.0
 
 
 class EngineStats(msgspec.Struct, kw_only=True):
@@ -76,6 +120,9 @@ class EngineStats(msgspec.Struct, kw_only=True):
     prefix_hits: int = 0
     num_step_tokens: int = 0
     step_time_s: float = 0.0
+    num_waiting_for_grammar: int = 0
+    grammars: GrammarStats = msgspec.field(default_factory=GrammarStats)
+    speculation: SpeculationStats = msgspec.field(default_factory=SpeculationStats)
 
 
 class EngineOutputs(msgspec.Struct, kw_only=True):
@@ -107,6 +154,8 @@ class RequestTimings(msgspec.Struct, kw_only=True):
     Attributes:
         prefill_tokens_per_s: prompt tokens computed, so not those that came from the cache, over prefill_s.
         decode_tokens_per_s: tokens of the first answer but its first one, over decode_s; None when there are none.
+        draft_tokens, accepted_tokens: guesses at the first answer that were verified, and those that were right.
+        saved_s: how much sooner it came for that.
     """
 
     queue_s: float = 0.0
@@ -115,6 +164,9 @@ class RequestTimings(msgspec.Struct, kw_only=True):
     ttft_s: float | None = None
     prefill_tokens_per_s: float | None = None
     decode_tokens_per_s: float | None = None
+    draft_tokens: int = 0
+    accepted_tokens: int = 0
+    saved_s: float = 0.0
 
 
 class RequestOutput(msgspec.Struct, kw_only=True):

@@ -10,6 +10,7 @@ from typing import Literal
 import msgspec
 
 from kitfox.config import Pooling
+from kitfox.constraint import Constraint
 from kitfox.errors import InvalidParameterError
 
 MAX_STOP_STRINGS = 16
@@ -93,6 +94,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         truncate_prompt_tokens: keep so many prompt tokens, of the end that truncation_side does not name; -1 keeps what
             fits into the context beside max_tokens.
         stream_interval: tokens in a delta of a stream; the first token and the last ones do not wait.
+        constraint: what the answer must be. It decides where the answer may end, and is complete unless max_tokens ends
+            it; logit_bias, masks and penalties choose among what it allows.
     """
 
     n: int = 1
@@ -124,6 +127,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     truncation_side: Literal["left", "right"] = "left"
     repetition_detection: RepetitionDetection | None = None
     stream_interval: int = 1
+    constraint: Constraint | None = None
 
     def __post_init__(self) -> None:
         _require(1 <= self.n <= MAX_N, "n", f"must be in [1, {MAX_N}]", self.n)
@@ -192,6 +196,7 @@ class FinishReason(enum.StrEnum):
 class RequestStatus(enum.Enum):
     """Where a request is. Preempted requests wait again, in front of the queue."""
 
+    WAITING_FOR_GRAMMAR = enum.auto()
     WAITING = enum.auto()
     RUNNING = enum.auto()
     PREEMPTED = enum.auto()
@@ -228,27 +233,39 @@ class Request:
 
     Invariant: num_computed_tokens <= num_tokens, and equality never holds while it runs: the last token's
     logits are what the next step computes.
+
+    Attributes:
+        unsent: tokens at the end that the executor did not sample, and has not been told of.
+        unreported: tokens at the end that the caller has not been told of, because their log-probabilities are not
+            computed or nothing is sampled yet; each with whether the answer might have ended before it.
+        ends_as: how it ends once there is nothing left to report.
     """
 
     __slots__ = (
         "all_token_ids",
         "arrival_time_s",
         "cache_salt",
+        "ends_as",
         "finish_reason",
         "first_scheduled_time_s",
         "first_token_time_s",
         "leader_id",
+        "num_accepted_tokens",
         "num_cached_tokens",
         "num_computed_tokens",
+        "num_draft_tokens",
         "num_preemptions",
         "num_prompt_tokens",
         "pooling",
         "priority",
         "request_id",
         "sampling",
+        "saved_time_s",
         "status",
         "stop_reason",
         "stop_token_ids",
+        "unreported",
+        "unsent",
     )
 
     def __init__(self, source: EngineRequest):
@@ -270,6 +287,12 @@ class Request:
         self.num_preemptions = 0
         self.first_scheduled_time_s: float | None = None
         self.first_token_time_s: float | None = None
+        self.num_draft_tokens = 0
+        self.num_accepted_tokens = 0
+        self.saved_time_s = 0.0
+        self.unsent: list[int] = []
+        self.unreported: list[tuple[int, bool]] = []
+        self.ends_as: FinishReason | None = None
         self.finish_reason: FinishReason | None = None
         self.stop_reason: int | str | None = None
 
@@ -297,8 +320,10 @@ class Request:
 
     @property
     def skips_cache_lookup(self) -> bool:
-        """Prompt logprobs and mean pooling need every prompt position computed: nothing may come from the cache."""
-        return self.sampling.prompt_logprobs is not None or self.pooling == "mean"
+        """Positions whose logits or states are to be reported must be computed: nothing may come from the cache."""
+        sampling = self.sampling
+        reports_tokens = sampling.logprobs is not None and bool(self.unreported)
+        return reports_tokens or sampling.prompt_logprobs is not None or self.pooling == "mean"
 
     def __repr__(self) -> str:
         return (

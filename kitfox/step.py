@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import msgspec
+import numpy as np
+import numpy.typing as npt
 
 from kitfox.config import Pooling
 from kitfox.outputs import TokenLogprobs
 from kitfox.request import SamplingParams
+
+FilledBitmasks = Callable[[], dict[str, npt.NDArray[np.int32]]]
+"""Waits for the bitmasks of a step: request id to the tokens it may choose, [1 + drafts, ceil(V / 32)], one bit each. A
+request that is not there may choose any."""
 
 
 class BlockCopy(msgspec.Struct, frozen=True):
@@ -23,6 +31,7 @@ class NewRequest(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         token_ids: prompt, and the output so far when it was preempted.
         num_prompt_tokens: how many of them are prompt; penalties and prompt logprobs need to know.
+        num_reported_tokens: how many of them need no log-probabilities any more: the prompt, and what came of them.
         block_ids: its whole block table.
         num_computed_tokens: tokens whose KV is already in those blocks.
         stop_token_ids: what min_tokens masks.
@@ -32,6 +41,7 @@ class NewRequest(msgspec.Struct, frozen=True, kw_only=True):
     request_id: str
     token_ids: list[int]
     num_prompt_tokens: int
+    num_reported_tokens: int
     sampling: SamplingParams
     stop_token_ids: tuple[int, ...]
     block_ids: list[int]
@@ -40,18 +50,25 @@ class NewRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CachedRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """A request the executor knows: only what changed. It appended the tokens it sampled itself."""
+    """A request the executor knows: only what changed.
+
+    Attributes:
+        new_token_ids: tokens behind the last one it sampled and appended itself: those that a grammar forces.
+    """
 
     request_id: str
     new_block_ids: list[int]
     num_computed_tokens: int
+    new_token_ids: list[int] = []
 
 
 class SchedulerOutput(msgspec.Struct, frozen=True, kw_only=True):
     """One step's work.
 
     Attributes:
-        num_scheduled_tokens: request id to tokens computed this step, in the order of the batch.
+        num_scheduled_tokens: request id to tokens computed this step, drafts included, in the order of the batch.
+        draft_token_ids: guesses that follow a request's last token: computed with it, and kept as far as they are what
+            would have been sampled.
         block_copies: done before anything is written.
         finished_request_ids: ended since the last step, reported once so that the executor drops their state.
         preempted_request_ids: likewise; they come back as new requests.
@@ -61,6 +78,7 @@ class SchedulerOutput(msgspec.Struct, frozen=True, kw_only=True):
     new_requests: list[NewRequest] = []
     cached_requests: list[CachedRequest] = []
     num_scheduled_tokens: dict[str, int] = {}
+    draft_token_ids: dict[str, list[int]] = {}
     block_copies: list[BlockCopy] = []
     finished_request_ids: list[str] = []
     preempted_request_ids: list[str] = []
@@ -74,8 +92,10 @@ class ModelRunnerOutput(msgspec.Struct, frozen=True, kw_only=True):
     """What a step produced.
 
     Attributes:
-        sampled_token_ids: request id to its new tokens; a request still in its prompt is absent.
-        logprobs: for requests that asked, one entry a sampled token.
+        sampled_token_ids: request id to its new tokens, the accepted drafts and one more; a request still in its prompt
+            is absent.
+        logprobs: for requests that asked, one entry for each token behind those that were reported: first those that
+            came with the request or a difference, as far as they were computed, then the sampled one.
         prompt_logprobs: for requests that asked, one entry for each prompt token computed this step that has a
             predecessor (so the first prompt token never has one).
         embeddings: the vectors of pooling requests whose last token was computed, as little-endian float32.

@@ -114,6 +114,11 @@ class Tokenizer:
         """The jinja2 source."""
         return self._chat_template
 
+    @property
+    def json(self) -> str:
+        """The tokenizer as the `tokenizers` library writes it."""
+        return self._backend.to_str()
+
     def special_token_id(self, text: str) -> int | None:
         """Id of the special token with this text."""
         return self._special_id_of.get(text)

@@ -81,6 +81,12 @@ SAMPLES: dict[str, tuple[str, object]] = {
     "scheduler.long_prefill_token_threshold": ("64", 64),
     "scheduler.policy": ("lpm", "lpm"),
     "scheduler.max_num_queued_requests": ("9", 9),
+    "structured_output.backend": ("guidance", "llguidance"),
+    "structured_output.compile_timeout_s": ("2.5", 2.5),
+    "structured_output.compile_memory_bytes": ("1G", 1 << 30),
+    "structured_output.max_whitespace": ("2", 2),
+    "speculation.method": ("NGRAM", "ngram"),
+    "speculation.num_draft_tokens": ("5", 5),
     "device.device": ("cuda:1", "cuda:1"),
     "device.num_threads": ("2", 2),
 }
@@ -93,6 +99,10 @@ STAND_FOR_OTHERS = {
     "scheduler.max_prefill_tokens",
     "scheduler.by_priority",
     "scheduler.low_values_first",
+    "structured_outputs_config",
+    "speculation.config",
+    "speculation.min_length",
+    "speculation.max_length",
 }
 
 
@@ -143,8 +153,9 @@ class TestTable:
     def test_every_setting_has_a_flag(self) -> None:
         config = EngineConfig()
         settings = {"max_logprobs", "trace_capacity"}
-        for section in ("model", "cache", "scheduler", "device"):
+        for section in ("model", "cache", "scheduler", "device", "structured_output", "speculation"):
             settings |= {f"{section}.{name}" for name in vars(getattr(config, section))}
+        settings.remove("speculation.options")  # made of --speculative-config
         settings |= {f"server.{name}" for name in vars(ServerOptions())}
         assert settings - {flag.target for flag in FLAGS} == set()
 
@@ -157,6 +168,20 @@ class TestTable:
                     assert word in text
         assert "--tensor-parallel-size" not in text
         assert "Cache and memory:" in text
+
+
+class TestJsonOfVllm:
+    def test_speculation(self) -> None:
+        wanted = '{"method":"ngram","num_speculative_tokens":5,"prompt_lookup_max":6,"prompt_lookup_min":1}'
+        speculation = parse("vllm", f"--speculative-config {wanted}")[0].speculation
+        assert (speculation.method, speculation.num_draft_tokens) == ("ngram", 5)
+        assert speculation.options == {"min_length": 1, "max_length": 6}
+        line = "--speculative-algorithm NGRAM --speculative-ngram-max-match-window-size 6"
+        assert parse("sglang", line)[0].speculation.options == {"max_length": 6}
+
+    def test_structured_outputs(self) -> None:
+        config = parse("vllm", '--structured-outputs-config {"backend":"guidance","disable_any_whitespace":true}')[0]
+        assert (config.structured_output.backend, config.structured_output.max_whitespace) == ("llguidance", 0)
 
 
 @pytest.mark.parametrize("dialect", DIALECTS)
@@ -309,8 +334,19 @@ class TestRefusals:
             ("sglang", "--max-model-len 4", "is vLLM's spelling; here it is --context-length"),
             ("vllm", "--disable-radix-cache", "here it is --no-enable-prefix-caching"),
             ("vllm", "-tp 2", "--tensor-parallel-size is not supported: several devices are not supported yet"),
-            ("sglang", "--speculative-algorithm NGRAM", "speculative decoding is not built yet"),
-            ("vllm", "--speculative-config.method ngram", "speculative decoding is not built yet"),
+            ("sglang", "--speculative-algorithm EAGLE", "must be one of none, ngram, suffix. Given: 'eagle'"),
+            ("vllm", "--speculative-config.method ngram", "has no parts"),
+            ("vllm", '--speculative-config {"method":"eagle"}', "method must be one of none, ngram, suffix"),
+            ("vllm", '--speculative-config {"num_speculative_tokens":65}', "must be in [1, 64]. Given: 65"),
+            ("vllm", '--speculative-config {"method":"ngram","draft":1}', "Given: draft"),
+            (
+                "vllm",
+                '--speculative-config {"method":"ngram","suffix_decoding_max_tree_depth":9}',
+                "ngram has no setting max_depth",
+            ),
+            ("vllm", '--structured-outputs-config {"backend":"outlines"}', "must be one of auto, llguidance, xgrammar"),
+            ("vllm", '--structured-outputs-config {"disable_fallback":true}', "Given: disable_fallback: True"),
+            ("sglang", "--grammar-backend none", "must be one of auto, llguidance, xgrammar"),
             ("vllm", "-O3", "only 0 is accepted"),
             ("vllm", "M extra", "unexpected argument 'extra'"),
             ("vllm", "--port 99999", "--port: must be in [1, 65535]. Given: '99999'"),

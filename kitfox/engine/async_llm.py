@@ -21,7 +21,7 @@ from kitfox.engine.client import (
     StepDone,
 )
 from kitfox.engine.input_processor import EngineLimits, InputProcessor
-from kitfox.engine.output_processor import OutputProcessor
+from kitfox.engine.output_processor import OutputProcessor, error_of
 from kitfox.errors import (
     AsleepError,
     EngineBusyError,
@@ -33,6 +33,7 @@ from kitfox.errors import (
 )
 from kitfox.outputs import EngineOutput, EngineOutputs, EngineStats, RequestOutput
 from kitfox.request import FinishReason, SamplingParams
+from kitfox.structured_output.vocabulary import Vocabulary
 from kitfox.tokenizer import load_tokenizer
 from kitfox.tracing import TraceEvent, Tracer
 
@@ -80,6 +81,8 @@ class AsyncLLM:
         template = config.model.chat_template
         tokenizer_path = Path(config.model.tokenizer) if config.model.tokenizer else path
         self.tokenizer = load_tokenizer(tokenizer_path, template)
+        self._vocabulary = Vocabulary.of(self.tokenizer, model_config.vocab_size)
+        self._client.use_vocabulary(self._vocabulary)
         self._input_processor = InputProcessor(
             EngineLimits.of(
                 config,
@@ -368,9 +371,9 @@ class AsyncLLM:
             queue = self._streams.get(output.request_id)
             if queue is None:
                 continue
-            error = output.metadata.get("error")
+            error = error_of(output)
             if error is not None:
-                queue.put_nowait(KitfoxError(error))
+                queue.put_nowait(error)
                 continue
             queue.put_nowait(output)
             if output.finished:
@@ -392,6 +395,7 @@ class AsyncLLM:
         self._state, self._detail = "starting", f"the engine is being restarted: {error.message}"
         logger.error("restarting the engine (%d of %d): %s", self._num_restarts, MAX_RESTARTS, error.message)
         self._client = self._start_engine()
+        self._client.use_vocabulary(self._vocabulary)
         self.is_paused = self.is_sleeping = False
         return True
 

@@ -24,6 +24,7 @@ from kitfox.engine.core import EngineCore
 from kitfox.errors import EngineDeadError
 from kitfox.outputs import EngineOutputs, EngineStats
 from kitfox.request import EngineRequest
+from kitfox.structured_output.vocabulary import Vocabulary
 from kitfox.tracing import TraceEvent
 
 logger = logging.getLogger("kitfox.engine")
@@ -35,6 +36,12 @@ class AddRequests(msgspec.Struct, tag="add", frozen=True):
 
 class AbortRequests(msgspec.Struct, tag="abort", frozen=True):
     request_ids: list[str]
+
+
+class UseVocabulary(msgspec.Struct, tag="vocabulary", frozen=True):
+    """Comes before the first request: what grammars need to know of the tokenizer."""
+
+    vocabulary: Vocabulary
 
 
 Command = Literal["trace", "flush_cache", "pause", "resume", "sleep", "wake_up", "start_profile", "stop_profile"]
@@ -52,7 +59,7 @@ class StopEngine(msgspec.Struct, tag="stop", frozen=True):
     pass
 
 
-EngineMessage = AddRequests | AbortRequests | ControlEngine | StopEngine
+EngineMessage = AddRequests | AbortRequests | UseVocabulary | ControlEngine | StopEngine
 
 
 class EngineReady(msgspec.Struct, tag="ready", frozen=True):
@@ -123,14 +130,16 @@ class InProcessClient(EngineClient):
         self.core.abort(request_ids)
 
     def step(self) -> EngineOutputs:
+        if not self.core.has_work and self.core.waits_for_grammars:
+            self.core.wait_for_grammars()
         return self.core.step()
 
     @property
     def has_work(self) -> bool:
-        return self.core.has_work
+        return self.core.has_work or self.core.waits_for_grammars
 
     def shutdown(self) -> None:
-        self.core.abort(list(self.core.scheduler.requests))
+        self.core.shutdown()
 
 
 class ProcessClient(EngineClient):
@@ -172,6 +181,10 @@ class ProcessClient(EngineClient):
 
     def abort(self, request_ids: list[str]) -> None:
         self._send(AbortRequests(request_ids))
+
+    def use_vocabulary(self, vocabulary: Vocabulary) -> None:
+        """To be called before the first request."""
+        self._send(UseVocabulary(vocabulary))
 
     def control(self, message: ControlEngine) -> None:
         """Send a command; its ControlAnswer follows."""

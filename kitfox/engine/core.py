@@ -8,7 +8,7 @@ from typing import Protocol
 from kitfox.engine.scheduler import Scheduler
 from kitfox.outputs import EngineOutput, EngineOutputs
 from kitfox.request import EngineRequest, FinishReason, Request
-from kitfox.step import ModelRunnerOutput, SchedulerOutput
+from kitfox.step import FilledBitmasks, ModelRunnerOutput, SchedulerOutput
 from kitfox.tracing import Tracer
 
 
@@ -27,7 +27,12 @@ class StepExecutor(Protocol):
     def num_threads(self) -> int:
         """How many threads compute on a CPU; 0 on another device."""
 
-    def execute(self, scheduled: SchedulerOutput) -> ModelRunnerOutput: ...
+    def execute(self, scheduled: SchedulerOutput, bitmasks: FilledBitmasks | None = None) -> ModelRunnerOutput:
+        """Run one step.
+
+        Args:
+            bitmasks: asked for once the logits are there.
+        """
 
     def release_kv_cache(self) -> None:
         """Give the KV cache's memory back, with what is in it; no tokens until `restore_kv_cache`."""
@@ -51,6 +56,11 @@ class EngineCore:
     def has_work(self) -> bool:
         """Whether a step would do anything: a paused core only says no to what it can never do."""
         return bool(self._refused) or (self.scheduler.has_work and not self.is_paused)
+
+    @property
+    def waits_for_grammars(self) -> bool:
+        """Whether there may be work soon although there is none: a grammar is being compiled."""
+        return bool(self.scheduler.waiting_for_grammar)
 
     @property
     def has_news_for_executor(self) -> bool:
@@ -79,15 +89,28 @@ class EngineCore:
         for request_id in request_ids:
             self.scheduler.abort(request_id)
 
+    def wait_for_grammars(self) -> None:
+        """Until one of those that are being compiled is decided."""
+        assert self.scheduler.grammars is not None
+        self.scheduler.grammars.wait()
+
+    def shutdown(self) -> None:
+        """End every request, and the processes that compile grammars."""
+        self.abort(list(self.scheduler.requests))
+        if self.scheduler.grammars is not None:
+            self.scheduler.grammars.shutdown()
+
     def step(self) -> EngineOutputs:
         """One turn. With nothing to run it only tells the executor what to forget."""
         started = time.monotonic()
         refused, self._refused = self._refused, []
         if self.is_paused:
             return EngineOutputs(outputs=refused, stats=self.scheduler.stats())
+        refused += self.scheduler.admit_compiled()
         scheduled = self.scheduler.schedule()
         num_tokens = scheduled.total_num_scheduled_tokens
-        result = self.executor.execute(scheduled)
+        bitmasks = self.scheduler.fill_bitmasks(scheduled)
+        result = self.executor.execute(scheduled, None if bitmasks is None else bitmasks.rows)
         if num_tokens:
             self.tracer.emit(
                 "step",
@@ -97,11 +120,14 @@ class EngineCore:
                 seconds=time.monotonic() - started,
             )
         for request_id, num_scheduled in scheduled.num_scheduled_tokens.items():
-            self.tracer.emit("scheduled", request_id, step=scheduled.step, tokens=num_scheduled)
-        news = self.scheduler.update_from_output(scheduled, result)
+            drafts = len(scheduled.draft_token_ids.get(request_id, ()))
+            self.tracer.emit("scheduled", request_id, step=scheduled.step, tokens=num_scheduled, drafts=drafts)
+        news = self.scheduler.update_from_output(scheduled, result, None if bitmasks is None else bitmasks.errors())
         stats = self.scheduler.stats()
         stats.num_step_tokens = num_tokens
         stats.step_time_s = time.monotonic() - started
+        if self.scheduler.speculator is not None:
+            self.scheduler.speculator.observe_step(num_tokens, stats.step_time_s)
         return EngineOutputs(outputs=refused + news, stats=stats)
 
     # ---- control: between steps ---------------------------------------------------------------------------------

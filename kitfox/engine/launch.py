@@ -25,6 +25,7 @@ from kitfox.engine.client import (
     EngineReply,
     StepDone,
     StopEngine,
+    UseVocabulary,
     encoder,
     exit_with_parent,
     message_decoder,
@@ -32,6 +33,9 @@ from kitfox.engine.client import (
 from kitfox.engine.core import EngineCore
 from kitfox.engine.scheduler import Scheduler
 from kitfox.kv_cache.manager import make_kv_cache_manager
+from kitfox.spec_decode.speculator import Speculator
+from kitfox.structured_output.manager import GrammarManager
+from kitfox.structured_output.vocabulary import Vocabulary
 from kitfox.tracing import TraceEvent, Tracer
 
 if TYPE_CHECKING:
@@ -40,11 +44,20 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("kitfox.engine")
 
+GRAMMAR_POLL_MS = 1  # how often an idle engine looks whether a grammar is compiled
+
 
 def make_core(config: EngineConfig, executor: Executor, num_blocks: int, tracer: Tracer) -> EngineCore:
     kv_cache = make_kv_cache_manager(config.cache, num_blocks)
     scheduler = Scheduler(config.scheduler, kv_cache, tracer, shares_prefixes=config.cache.organisation != "none")
+    if config.speculation.method != "none":
+        scheduler.speculator = Speculator(config.speculation)
     return EngineCore(scheduler, executor, tracer)
+
+
+def use_vocabulary(core: EngineCore, config: EngineConfig, vocabulary: Vocabulary) -> None:
+    """Tell a core what its tokens mean: without that it serves no request with a constraint."""
+    core.scheduler.grammars = GrammarManager(config.structured_output, vocabulary, config.scheduler.max_num_seqs)
 
 
 def load_core(
@@ -81,7 +94,7 @@ def run_engine(config: EngineConfig, num_blocks: int, requests_address: str, rep
         requests.set_hwm(0)
         requests.connect(requests_address)
         core = _load_for_process(config, num_blocks, reply)
-        _serve_requests(core, requests, reply)
+        _serve_requests(core, config, requests, reply)
     except Exception as error:
         reply(EngineFailed(cause=f"{type(error).__name__}: {error}", detail=traceback.format_exc()))
         context.destroy(linger=2000)
@@ -113,22 +126,29 @@ def _load_for_process(config: EngineConfig, num_blocks: int, reply: Callable[[En
     return core
 
 
-def _serve_requests(core: EngineCore, requests: zmq.Socket[bytes], reply: Callable[[EngineReply], None]) -> None:
+def _serve_requests(
+    core: EngineCore, config: EngineConfig, requests: zmq.Socket[bytes], reply: Callable[[EngineReply], None]
+) -> None:
     while True:
         # Idle, wait for a message; busy, only take what is there: an abort is honoured before the next step.
-        wait = not core.has_work and not core.has_news_for_executor
-        while requests.poll(None if wait else 0):
+        timeout_ms: int | None = 0
+        if not core.has_work and not core.has_news_for_executor:
+            timeout_ms = GRAMMAR_POLL_MS if core.waits_for_grammars else None
+        while requests.poll(timeout_ms):
             message = message_decoder.decode(requests.recv())
-            wait = False
+            timeout_ms = 0
             match message:
                 case AddRequests():
                     for request in message.requests:
                         core.add_request(request)
                 case AbortRequests():
                     core.abort(message.request_ids)
+                case UseVocabulary():
+                    use_vocabulary(core, config, message.vocabulary)
                 case ControlEngine():
                     reply(obey(core, message))
                 case StopEngine():
+                    core.shutdown()
                     return
         if core.has_work or core.has_news_for_executor:
             reply(StepDone(core.step()))

@@ -6,13 +6,24 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from kitfox.config import POOLINGS, CacheConfig, DeviceConfig, EngineConfig, ModelOptions, Pooling, SchedulerConfig
+from kitfox.config import (
+    POOLINGS,
+    CacheConfig,
+    DeviceConfig,
+    EngineConfig,
+    ModelOptions,
+    Pooling,
+    SchedulerConfig,
+    SpeculationConfig,
+    StructuredOutputConfig,
+)
 from kitfox.engine.client import InProcessClient
 from kitfox.engine.input_processor import EngineLimits, InputProcessor
-from kitfox.engine.output_processor import OutputProcessor
-from kitfox.errors import ConfigError, InvalidParameterError, KitfoxError
+from kitfox.engine.output_processor import OutputProcessor, error_of
+from kitfox.errors import ConfigError, InvalidParameterError
 from kitfox.outputs import CompletionOutput, EngineStats, RequestOutput
 from kitfox.request import EngineRequest, SamplingParams
+from kitfox.structured_output.vocabulary import Vocabulary
 from kitfox.tokenizer import load_tokenizer
 
 Prompt = str | list[int] | dict[str, Any]
@@ -26,8 +37,8 @@ class LLM:
 
         Args:
             config: the whole configuration; `model` and options are then not given.
-            options: fields of ModelOptions, CacheConfig, SchedulerConfig or DeviceConfig by name, such as
-                max_model_len=2048, cache="radix", block_size=16, max_num_seqs=8, num_threads=2.
+            options: fields of the sections of EngineConfig by name, such as max_model_len=2048, cache="radix",
+                block_size=16, max_num_seqs=8, num_threads=2, speculation="suffix".
 
         Raises:
             ConfigError: an option nobody knows, or a value out of range.
@@ -145,6 +156,10 @@ class LLM:
     def _answer(
         self, checked: list[tuple[list[EngineRequest], SamplingParams, str | None]], use_tqdm: bool
     ) -> list[RequestOutput]:
+        if self._client.core.scheduler.grammars is None and any(sampling.constraint for _, sampling, _ in checked):
+            from kitfox.engine.launch import use_vocabulary
+
+            use_vocabulary(self._client.core, self.config, Vocabulary.of(self.tokenizer, self.model_config.vocab_size))
         for requests, sampling, text in checked:
             self._output_processor.add_request(requests, sampling, text)
             self._client.add_requests(requests)
@@ -171,8 +186,9 @@ class LLM:
                     news, to_abort = self._output_processor.process(outputs.outputs)
                     self._client.abort(to_abort)
                     for delta in news:
-                        if "error" in delta.metadata:
-                            raise KitfoxError(str(delta.metadata["error"]))
+                        error = error_of(delta)
+                        if error is not None:
+                            raise error
                         _merge(wholes, delta)
                         progress.advance(delta)
             except BaseException:  # Ctrl-C too: the next call must find an empty engine
@@ -183,16 +199,22 @@ class LLM:
 
 
 def config_from_options(model: str, options: dict[str, Any]) -> EngineConfig:
-    """Sort keyword options into the sections of EngineConfig; `cache` is short for the cache's organisation."""
+    """Sort keyword options into the sections of EngineConfig; `cache` and `speculation` are short for the organisation
+    of the one and the method of the other.
+    """
     values: dict[str, Any] = dict(options)
     if "cache" in values:
         values["organisation"] = values.pop("cache")
+    if "speculation" in values:
+        values["method"] = values.pop("speculation")
     sections: dict[str, Any] = {}
     for name, section in (
         ("model", ModelOptions),
         ("cache", CacheConfig),
         ("scheduler", SchedulerConfig),
         ("device", DeviceConfig),
+        ("structured_output", StructuredOutputConfig),
+        ("speculation", SpeculationConfig),
     ):
         known = {key: values.pop(key) for key in list(values) if key in section.__dataclass_fields__ and key != "model"}
         if name == "model":

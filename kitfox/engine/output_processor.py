@@ -6,6 +6,7 @@ import time
 from dataclasses import dataclass, field
 
 from kitfox.engine.stop_regex import StopAutomaton, StopRegexes
+from kitfox.errors import KitfoxError, RequestError
 from kitfox.outputs import (
     CompletionOutput,
     EngineOutput,
@@ -138,6 +139,7 @@ class _RequestState:
     prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)
     timings: RequestTimings = field(default_factory=RequestTimings)
     error: str | None = None
+    param: str = ""
 
 
 class OutputProcessor:
@@ -240,7 +242,7 @@ class OutputProcessor:
         state.prompt_logprobs.extend(output.prompt_logprobs)
         sampling = state.sampling
         delta = CompletionOutput(index=answer.index, num_preemptions=output.num_preemptions)
-        ended_by_token = output.finish_reason is FinishReason.STOP
+        ended_by_token = output.finish_reason is FinishReason.STOP and output.stop_reason is not None
         repeats = False
         text = ""
         for position, token_id in enumerate(output.new_token_ids):
@@ -250,7 +252,7 @@ class OutputProcessor:
             if is_stop_token and not (sampling.include_stop_str_in_output and not sampling.skip_special_tokens):
                 break
             new_text = answer.detokenizer.add([token_id])
-            may_stop = answer.num_tokens > sampling.min_tokens
+            may_stop = answer.num_tokens > sampling.min_tokens and (not output.may_stop or output.may_stop[position])
             text += answer.stops.add(new_text, may_stop=may_stop)
             if answer.stops.matched is not None:
                 break
@@ -267,7 +269,7 @@ class OutputProcessor:
         if answer.stops.matched is not None:
             delta.finish_reason, delta.stop_reason = FinishReason.STOP, answer.stops.matched
         if output.error is not None:
-            state.error = output.error
+            state.error, state.param = output.error, output.param
         if sampling.logprobs is not None:
             delta.logprobs = output.logprobs[: len(delta.token_ids)]
         delta.text = text
@@ -305,6 +307,9 @@ class OutputProcessor:
                 ttft_s=queue_s + prefill_s,
                 prefill_tokens_per_s=num_computed / prefill_s if prefill_s > 0 else None,
                 decode_tokens_per_s=num_decoded / decode_s if num_decoded > 0 and decode_s > 0 else None,
+                draft_tokens=output.num_draft_tokens,
+                accepted_tokens=output.num_accepted_tokens,
+                saved_s=output.saved_time_s,
             )
 
     def _complete(self, state: _RequestState, request_output: RequestOutput) -> None:
@@ -313,10 +318,20 @@ class OutputProcessor:
             request_output.prompt_logprobs, state.prompt_logprobs = state.prompt_logprobs, []
         if state.error is not None:
             request_output.metadata["error"] = state.error
+            request_output.metadata["param"] = state.param
         if state.num_unfinished == 0:
             request_output.finished = True
             request_output.timings = state.timings
             del self._states[state.request_id]
+
+
+def error_of(output: RequestOutput) -> KitfoxError | None:
+    """What went wrong with a request, if anything did."""
+    message = output.metadata.get("error")
+    if message is None:
+        return None
+    param = output.metadata["param"]
+    return RequestError(message, param=param) if param else KitfoxError(message)
 
 
 def _make_stops(sampling: SamplingParams, automaton: StopAutomaton | None) -> StopStrings | StopTexts:

@@ -20,7 +20,7 @@ from kitfox.kernels.native import NativeKernels
 from kitfox.kernels.torch_kernels import TorchKernels
 from kitfox.models import make_model
 from kitfox.plan import Precision, resolve_max_model_len, resolve_precision
-from kitfox.step import ModelRunnerOutput, SchedulerOutput
+from kitfox.step import FilledBitmasks, ModelRunnerOutput, SchedulerOutput
 
 logger = logging.getLogger("kitfox.executor")
 
@@ -80,9 +80,9 @@ class Executor:
     def num_threads(self) -> int:
         return self.kernels.num_threads
 
-    def execute(self, scheduled: SchedulerOutput) -> ModelRunnerOutput:
+    def execute(self, scheduled: SchedulerOutput, bitmasks: FilledBitmasks | None = None) -> ModelRunnerOutput:
         """Run one step; blocks until its tokens are known."""
-        return self.runner.execute(scheduled)
+        return self.runner.execute(scheduled, bitmasks)
 
     def release_kv_cache(self) -> None:
         """Give the KV cache's memory back, with what is in it; no tokens until `restore_kv_cache`."""

@@ -24,11 +24,13 @@ class RequestRow:
     sampling: SamplingParams
     stop_token_ids: tuple[int, ...]
     num_prompt_tokens: int
+    num_reported_tokens: int  # those before it need no log-probabilities any more
     num_tokens: int
     num_blocks: int
     num_computed_tokens: int
     seed: int
     is_plain_greedy: bool
+    num_drafts: int = 0  # guesses behind its tokens, in this step
     pooling: Pooling | None = None
     hidden_sum: torch.Tensor | None = None  # of the tokens computed so far, for mean pooling
 
@@ -42,7 +44,7 @@ class StepInputs:
         token_ids, positions, slot_mapping: [T] int64.
         query_start_loc: [R + 1] int32. seq_lens: [R] int32, this step included.
         block_table: [R, most blocks of any of them] int32; entries past a request's length are 0.
-        samples: [R] bool: whether the request's last token is computed in this step, so that it samples.
+        samples: [R] bool: whether a request samples: its last token, and its drafts, are computed in this step.
     """
 
     rows: list[RequestRow]
@@ -83,6 +85,11 @@ class InputBatch:
             self._extend(cached)
         for new in scheduled.new_requests:
             self._add(new)
+        for request_id in scheduled.num_scheduled_tokens:
+            row = self._rows[request_id]
+            draft = scheduled.draft_token_ids.get(request_id, [])
+            row.num_drafts = len(draft)
+            self._token_ids[row.row, row.num_tokens : row.num_tokens + len(draft)] = draft
 
     def _add(self, new: NewRequest) -> None:
         assert new.request_id not in self._rows, f"{new.request_id} was sent in full twice"
@@ -97,6 +104,7 @@ class InputBatch:
             sampling=new.sampling,
             stop_token_ids=new.stop_token_ids,
             num_prompt_tokens=new.num_prompt_tokens,
+            num_reported_tokens=new.num_reported_tokens,
             num_tokens=num_tokens,
             num_blocks=num_blocks,
             num_computed_tokens=new.num_computed_tokens,
@@ -117,10 +125,16 @@ class InputBatch:
             end = row.num_blocks + len(cached.new_block_ids)
             self._block_table[row.row, row.num_blocks : end] = cached.new_block_ids
             row.num_blocks = end
+        for token_id in cached.new_token_ids:
+            self._append(row, token_id)
 
     def append_sampled(self, row: RequestRow, token_id: int) -> None:
-        """Note a sampled token; the next step computes it. One past the end of the arrays is of a request that ends."""
-        if row.num_tokens < self._token_ids.shape[1]:
+        """Note a sampled token, which has its log-probability; the next step computes it."""
+        self._append(row, token_id)
+        row.num_reported_tokens = row.num_tokens
+
+    def _append(self, row: RequestRow, token_id: int) -> None:
+        if row.num_tokens < self._token_ids.shape[1]:  # one past the end of the arrays is of a request that ends
             self._token_ids[row.row, row.num_tokens] = token_id
         row.num_tokens += 1
 
@@ -133,7 +147,7 @@ class InputBatch:
         counts = np.fromiter(num_scheduled_tokens.values(), dtype=np.int32, count=len(rows))
         computed = np.fromiter((row.num_computed_tokens for row in rows), dtype=np.int32, count=len(rows))
         indices = np.fromiter((row.row for row in rows), dtype=np.int64, count=len(rows))
-        totals = np.fromiter((row.num_tokens for row in rows), dtype=np.int32, count=len(rows))
+        totals = np.fromiter((row.num_tokens + row.num_drafts for row in rows), dtype=np.int32, count=len(rows))
         query_start_loc = np.zeros(len(rows) + 1, dtype=np.int32)
         np.cumsum(counts, out=query_start_loc[1:])
         row_of_token = np.repeat(indices, counts)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from kitfox.attention.backend import ForwardBatch, make_attention_backend
@@ -13,7 +14,7 @@ from kitfox.models import Model
 from kitfox.outputs import TokenLogprobs
 from kitfox.sampling.native_sampler import NativeSampler
 from kitfox.sampling.sampler import Sampler, SamplingRow, prompt_logprobs
-from kitfox.step import BlockCopy, ModelRunnerOutput, SchedulerOutput
+from kitfox.step import BlockCopy, FilledBitmasks, ModelRunnerOutput, SchedulerOutput
 
 NO_EMBEDDING = "no embedding could be made: the model's hidden states hold NaN or infinity"
 NO_TOKEN = (
@@ -65,8 +66,12 @@ class ModelRunner:
             self.description = f"eager steps ({type(self.model).__name__} cannot be captured: {error})"
 
     @torch.inference_mode()
-    def execute(self, scheduled: SchedulerOutput) -> ModelRunnerOutput:
-        """Compute a step's tokens, writing their KV, and sample where a request's last token was computed."""
+    def execute(self, scheduled: SchedulerOutput, bitmasks: FilledBitmasks | None = None) -> ModelRunnerOutput:
+        """Compute a step's tokens, writing their KV, and sample where a request's last token was computed.
+
+        Args:
+            bitmasks: asked for behind the forward pass, beside which they are filled.
+        """
         self.input_batch.update(scheduled)
         self._copy_blocks(scheduled.block_copies)
         if not scheduled.num_scheduled_tokens:
@@ -75,7 +80,8 @@ class ModelRunner:
         hidden = self.forward(self._forward_batch(step))
         prompt = self._prompt_logprobs(step, hidden)
         embeddings, bad_embeddings = self._pool(step, hidden)
-        sampled, logprobs, errors = self._sample(step, hidden)
+        logprobs = self._given_logprobs(step, hidden)
+        sampled, errors = self._sample(step, hidden, {} if bitmasks is None else bitmasks(), logprobs)
         return ModelRunnerOutput(
             sampled_token_ids=sampled,
             logprobs=logprobs,
@@ -116,37 +122,57 @@ class ModelRunner:
         )
 
     def _sample(
-        self, step: StepInputs, hidden: torch.Tensor
-    ) -> tuple[dict[str, list[int]], dict[str, list[TokenLogprobs]], dict[str, str]]:
-        last_tokens = step.query_start_loc[1:] - 1
-        rows, indices = [], []
-        for row, samples, index in zip(step.rows, step.samples.tolist(), last_tokens.tolist(), strict=True):
+        self,
+        step: StepInputs,
+        hidden: torch.Tensor,
+        bitmasks: dict[str, npt.NDArray[np.int32]],
+        reported: dict[str, list[TokenLogprobs]],
+    ) -> tuple[dict[str, list[int]], dict[str, str]]:
+        """Sampled tokens, and what is wrong with requests that have none; log-probabilities are added to `reported`."""
+        places: list[tuple[RequestRow, int, int]] = []  # a row, a draft token or the one behind them, its hidden state
+        for row, samples, end in zip(step.rows, step.samples.tolist(), step.query_start_loc[1:].tolist(), strict=True):
             if samples and row.pooling is None:
-                rows.append(row)
-                indices.append(index)
-        plain = [i for i, row in enumerate(rows) if row.is_plain_greedy]
-        others = [i for i, row in enumerate(rows) if not row.is_plain_greedy]
-        token_ids: list[int | None] = [None] * len(rows)
-        reported: dict[str, list[TokenLogprobs]] = {}
+                first = end - 1 - row.num_drafts
+                places += [(row, position, first + position) for position in range(row.num_drafts + 1)]
+        plain: list[int] = []
+        others: list[int] = []
+        for place, (row, _, _) in enumerate(places):
+            (plain if row.is_plain_greedy and row.request_id not in bitmasks else others).append(place)
+        chosen: list[int | None] = [None] * len(places)
+        logprobs: list[TokenLogprobs | None] = [None] * len(places)
         if plain:
-            for i, largest in zip(plain, self.model.greedy_tokens(hidden[[indices[i] for i in plain]]), strict=True):
-                token_ids[i] = largest if largest >= 0 else None
+            largest = self.model.greedy_tokens(hidden[[places[place][2] for place in plain]])
+            for place, found in zip(plain, largest, strict=True):
+                chosen[place] = found if found >= 0 else None
         if others:
-            logits = self.model.compute_logits(hidden[[indices[i] for i in others]])  # [n, V] float32
-            chosen, logprobs = self.sampler.sample(logits, [self._sampling_row(rows[i]) for i in others])
-            for i, token_id, logprob in zip(others, chosen, logprobs, strict=True):
-                token_ids[i] = token_id
-                if logprob is not None:
-                    reported[rows[i].request_id] = [logprob]
+            logits = self.model.compute_logits(hidden[[places[place][2] for place in others]])  # [n, V] float32
+            rows = [self._sampling_row(places[place][0], places[place][1], bitmasks) for place in others]
+            for place, token_id, logprob in zip(others, *self.sampler.sample(logits, rows), strict=True):
+                chosen[place], logprobs[place] = token_id, logprob
         sampled: dict[str, list[int]] = {}
         errors: dict[str, str] = {}
-        for row, token_id in zip(rows, token_ids, strict=True):
-            if token_id is None:
-                errors[row.request_id] = NO_TOKEN
-            else:
+        place = 0
+        while place < len(places):
+            row = places[place][0]
+            behind = place + row.num_drafts + 1
+            draft: list[int] = []
+            if row.num_drafts:
+                draft = self.input_batch.tokens(row, row.num_tokens, row.num_tokens + row.num_drafts).tolist()
+            for expected in (*draft, None):
+                token_id, logprob = chosen[place], logprobs[place]
+                place += 1
+                if token_id is None:
+                    if row.request_id not in sampled:  # else the answer has ended, or the next step will say so
+                        errors[row.request_id] = NO_TOKEN
+                    break
                 self.input_batch.append_sampled(row, token_id)
-                sampled[row.request_id] = [token_id]
-        return sampled, reported, errors
+                sampled.setdefault(row.request_id, []).append(token_id)
+                if logprob is not None:
+                    reported.setdefault(row.request_id, []).append(logprob)
+                if token_id != expected:  # a draft stands as long as it is what would have been sampled anyway
+                    break
+            place = behind
+        return sampled, errors
 
     def _pool(self, step: StepInputs, hidden: torch.Tensor) -> tuple[dict[str, bytes], dict[str, str]]:
         """The vectors of pooling requests that end in this step, and what is wrong with those that have none."""
@@ -172,15 +198,21 @@ class ModelRunner:
                 errors[row.request_id] = NO_EMBEDDING
         return embeddings, errors
 
-    def _sampling_row(self, row: RequestRow) -> SamplingRow:
-        tokens = self.input_batch.tokens(row, 0, row.num_tokens)
+    def _sampling_row(
+        self, row: RequestRow, num_drafts: int, bitmasks: dict[str, npt.NDArray[np.int32]]
+    ) -> SamplingRow:
+        """What is sampled behind the request's tokens and so many of its drafts."""
+        num_tokens = row.num_tokens + num_drafts
+        tokens = self.input_batch.tokens(row, 0, num_tokens)
+        rows = bitmasks.get(row.request_id)
         return SamplingRow(
             sampling=row.sampling,
             prompt_token_ids=tokens[: row.num_prompt_tokens],
             output_token_ids=tokens[row.num_prompt_tokens :],
             stop_token_ids=row.stop_token_ids,
-            position=row.num_tokens,
+            position=num_tokens,
             seed_key=row.seed,
+            allowed=None if rows is None else rows[num_drafts],
         )
 
     def _prompt_logprobs(self, step: StepInputs, hidden: torch.Tensor) -> dict[str, list[TokenLogprobs]]:
@@ -188,20 +220,38 @@ class ModelRunner:
         reported: dict[str, list[TokenLogprobs]] = {}
         for index, row in enumerate(step.rows):
             num_top = row.sampling.prompt_logprobs
-            if num_top is None:
-                continue
-            first = row.num_computed_tokens
-            end = min(int(step.seq_lens[index]), row.num_prompt_tokens - 1)
-            if first >= end:
-                continue
-            start = int(step.query_start_loc[index])
-            targets = self.input_batch.tokens(row, first + 1, end + 1).tolist()
-            reported[row.request_id] = prompt_logprobs(
-                self.model.compute_logits,
-                hidden[start : start + end - first],
-                targets,
-                num_top,
-                native=self.native_sampler,
-                named=row.sampling.logprob_token_ids,
-            )
+            if num_top is not None:
+                first = row.num_computed_tokens + 1
+                end = min(int(step.seq_lens[index]) + 1, row.num_prompt_tokens)
+                if first < end:
+                    reported[row.request_id] = self._logprobs_of(step, index, hidden, first, end, num_top)
         return reported
+
+    def _given_logprobs(self, step: StepInputs, hidden: torch.Tensor) -> dict[str, list[TokenLogprobs]]:
+        """Log-probabilities of output tokens that nobody sampled and whose predecessors are computed in this step."""
+        reported: dict[str, list[TokenLogprobs]] = {}
+        for index, row in enumerate(step.rows):
+            num_top = row.sampling.logprobs
+            if num_top is None or row.pooling is not None:
+                continue
+            first = max(row.num_computed_tokens + 1, row.num_reported_tokens)
+            end = min(int(step.seq_lens[index]) + 1, row.num_tokens)
+            if first < end:
+                reported[row.request_id] = self._logprobs_of(step, index, hidden, first, end, num_top)
+                row.num_reported_tokens = end
+        return reported
+
+    def _logprobs_of(
+        self, step: StepInputs, index: int, hidden: torch.Tensor, first: int, end: int, num_top: int
+    ) -> list[TokenLogprobs]:
+        """Log-probabilities of a request's tokens [first, end), whose predecessors are computed in this step."""
+        row = step.rows[index]
+        start = int(step.query_start_loc[index]) + first - 1 - row.num_computed_tokens
+        return prompt_logprobs(
+            self.model.compute_logits,
+            hidden[start : start + end - first],
+            self.input_batch.tokens(row, first, end).tolist(),
+            num_top,
+            native=self.native_sampler,
+            named=row.sampling.logprob_token_ids,
+        )

@@ -17,6 +17,7 @@ Table = npt.NDArray[np.void]
 SAMPLE_ROW = np.dtype(
     [
         ("logits", np.int64),
+        ("allowed", np.int64),
         ("temperature", np.float64),
         ("top_p", np.float64),
         ("min_p", np.float64),

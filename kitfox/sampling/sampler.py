@@ -1,14 +1,15 @@
 """From logits to tokens and their log-probabilities, one independent row a request.
 
-Order: logit_bias, the masks of allowed_token_ids, bad_words and min_tokens, penalties, temperature, top_k, top_p,
-min_p. Then one uniform number, a hash of (seed key, position), is looked up in the cumulative distribution of what is
-left. There is no generator with state, so a seeded request draws the same tokens in any company and after any
-preemption.
+Order: logit_bias, the masks (of a grammar, allowed_token_ids, bad_words and min_tokens; a token needs the consent of
+all), penalties, temperature, top_k, top_p, min_p. Then one uniform number, a hash of (seed key, position), is looked up
+in the cumulative distribution of what is left. There is no generator with state, so a seeded request draws the same
+tokens in any company and after any preemption. Log-probabilities are of the logits as they came.
 
 The arithmetic of a row is its own. On the host csrc/sample.h does it; without that library, or for logits on another
 device, numpy does, in float64 and row by row, but for the largest logit and the log-softmax, which torch computes
-row-locally. Both adjust the same float32 logits, mostly few of them, here first. They draw the same token from the same
-number, unless that number is within rounding of the boundary between two tokens.
+row-locally. Both adjust the same float32 logits, few of them, here first. Which tokens are allowed is one bit each:
+csrc/sample.h applies them as it reads, torch to all rows at once and first, as neither bias nor penalty moves -inf.
+They draw the same token from the same number, unless that number is within rounding of the boundary between two tokens.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from kitfox.sampling.native_sampler import SAMPLE_ROW, NativeSampler, row_addres
 Floats = npt.NDArray[np.float64]
 Logits = npt.NDArray[np.float32]
 Ids = npt.NDArray[np.int64]
+Words = npt.NDArray[np.int32]
 
 # Sorting the whole vocabulary is the exception: these many best tokens nearly always hold all of top_p.
 _NUM_CANDIDATES = 1024
@@ -49,6 +51,8 @@ class SamplingRow:
         stop_token_ids: masked until there are min_tokens of output.
         position: of the token to be sampled, counted from the start of the prompt.
         seed_key: the request's seed, or a random number that the runner keeps for the request's life.
+        allowed: the tokens a grammar allows, [ceil(V / 32)] contiguous, V as the logits have it: one bit a token, least
+            significant first, and bits past V count for nothing. None is all of them.
     """
 
     sampling: SamplingParams
@@ -57,6 +61,7 @@ class SamplingRow:
     stop_token_ids: tuple[int, ...]
     position: int
     seed_key: int
+    allowed: Words | None = None
 
     @cached_property
     def masks_stop_tokens(self) -> bool:
@@ -75,13 +80,28 @@ class SamplingRow:
 
     @cached_property
     def adjusts_logits(self) -> bool:
-        """Whether anything but temperature and filters changes the logits."""
-        return self.masks_stop_tokens or _changes_logits(self.sampling)
+        """Whether the logits of single tokens change."""
+        return self.masks_stop_tokens or _adjusts_logits(self.sampling)
 
     @cached_property
     def is_plain_greedy(self) -> bool:
         """Whether all that is wanted is the index of the largest logit."""
-        return self.sampling.is_greedy and self.sampling.logprobs is None and not self.adjusts_logits
+        return self.allowed is None and not self.masks_stop_tokens and _is_plain_greedy(self.sampling)
+
+    def allowed_words(self, vocab_size: int) -> Words | None:
+        """What `allowed` and allowed_token_ids both allow, in the form of `allowed`; None for everything."""
+        num_words = -(-vocab_size // 32)
+        assert self.allowed is None or _is_bitmask(self.allowed, num_words), f"no bitmask of {vocab_size} tokens"
+        if not self.sampling.allowed_token_ids:
+            return self.allowed
+        bits = np.zeros(num_words * 32, np.bool_)
+        bits[list(self.sampling.allowed_token_ids)] = True
+        words = np.packbits(bits, bitorder="little").view(np.int32)
+        return words if self.allowed is None else words & self.allowed
+
+
+def _is_bitmask(words: Words, num_words: int) -> bool:
+    return words.shape == (num_words,) and words.dtype == np.int32 and words.flags.c_contiguous
 
 
 # The row of every request of which `is_plain_greedy` holds: making 256 of them takes longer than choosing the tokens.
@@ -91,13 +111,17 @@ PLAIN_GREEDY = SamplingRow(SamplingParams(temperature=0.0), (), (), (), position
 def is_plain_greedy(sampling: SamplingParams, stop_token_ids: tuple[int, ...]) -> bool:
     """Whether a request's row is plain and greedy at every position."""
     masks_stop_tokens = sampling.min_tokens > 0 and bool(stop_token_ids)
-    return sampling.is_greedy and sampling.logprobs is None and not masks_stop_tokens and not _changes_logits(sampling)
+    return not masks_stop_tokens and _is_plain_greedy(sampling)
 
 
-def _changes_logits(sampling: SamplingParams) -> bool:
+def _is_plain_greedy(sampling: SamplingParams) -> bool:
+    asks_for_more = sampling.logprobs is not None or bool(sampling.allowed_token_ids) or _adjusts_logits(sampling)
+    return sampling.is_greedy and not asks_for_more
+
+
+def _adjusts_logits(sampling: SamplingParams) -> bool:
     return (
         bool(sampling.logit_bias)
-        or bool(sampling.allowed_token_ids)
         or bool(sampling.bad_token_sequences)
         or sampling.repetition_penalty != 1.0
         or sampling.presence_penalty != 0.0
@@ -137,7 +161,8 @@ class Sampler:
 
         Returns:
             The tokens, and log-probabilities for the rows that ask. A row without a distribution (a NaN or +inf among
-            its logits, or no token left that may be chosen) has None for both; the others are unaffected.
+            its logits, masked or not, or no token left that may be chosen) has None for both; the others are
+            unaffected.
         """
         assert logits.shape[0] == len(rows), f"{logits.shape[0]} rows of logits for {len(rows)} requests"
         if not rows:
@@ -163,8 +188,10 @@ def _choose_all_natively(
     native: NativeSampler, logits: Tensor, rows: Sequence[SamplingRow], others: list[int]
 ) -> list[int | None]:
     """`others` are the rows that are not plain and greedy."""
-    table = np.zeros(len(rows), SAMPLE_ROW)  # a temperature of 0 is greedy
+    table = np.zeros(len(rows), SAMPLE_ROW)  # a temperature of 0 is greedy, no address of words allows everything
     table["logits"] = row_addresses(logits)
+    allowed = _allowed_words(rows, others, logits.shape[1])
+    table["allowed"][list(allowed)] = [words.ctypes.data for words in allowed.values()]
     drawing = [i for i in others if not rows[i].sampling.is_greedy]
     for name in ("temperature", "top_p", "min_p", "top_k"):
         table[name][drawing] = [getattr(rows[i].sampling, name) for i in drawing]
@@ -185,16 +212,40 @@ def _choose_all_natively(
 
 def _choose_all(logits: Tensor, rows: Sequence[SamplingRow], others: list[int]) -> list[int | None]:
     """`others` are the rows that are not plain and greedy."""
+    allowed = _allowed_words(rows, others, logits.shape[1])
+    if allowed:
+        logits = _masked(logits, list(allowed), np.stack(list(allowed.values())))
     largest, best = logits.max(dim=-1)  # NaN wins every comparison
     tokens: list[int | None] = [
         token if valid else None for token, valid in zip(best.tolist(), largest.isfinite().tolist(), strict=True)
     ]
-    if others:
-        host_rows = logits[others].cpu().numpy()  # indexing copies
-        for i, host_row in zip(others, host_rows, strict=True):
+    on_host = [i for i in others if rows[i].adjusts_logits or not rows[i].sampling.is_greedy]
+    if on_host:
+        host_rows = logits[on_host].cpu().numpy()  # indexing copies
+        for i, host_row in zip(on_host, host_rows, strict=True):
             _adjust(host_row, rows[i])
             tokens[i] = _choose(host_row.astype(np.float64), rows[i])
     return tokens
+
+
+def _allowed_words(rows: Sequence[SamplingRow], others: list[int], vocab_size: int) -> dict[int, Words]:
+    """Of the rows that forbid tokens with a mask, by their indices."""
+    words = {i: rows[i].allowed_words(vocab_size) for i in others}
+    return {i: allowed for i, allowed in words.items() if allowed is not None}
+
+
+def _masked(logits: Tensor, indices: list[int], allowed: Words) -> Tensor:
+    """Logits [n, V] with -inf for all that allowed [m, ceil(V / 32)] forbids in the m rows `indices`.
+
+    A logit that is NaN or +inf stays what it is, as in `_adjust`.
+    """
+    packed = torch.from_numpy(allowed.view(np.uint8)).to(logits.device)  # [m, 4 * ceil(V / 32)]
+    bits = packed[:, :, None] >> torch.arange(8, dtype=torch.uint8, device=logits.device) & 1
+    is_forbidden = bits.flatten(1)[:, : logits.shape[1]] == 0
+    rows = logits[indices]
+    return logits.index_copy(
+        0, torch.tensor(indices, device=logits.device), rows.masked_fill(is_forbidden & (rows < torch.inf), -torch.inf)
+    )
 
 
 def _choose(logits: Floats, row: SamplingRow) -> int | None:
@@ -215,18 +266,13 @@ def _choose(logits: Floats, row: SamplingRow) -> int | None:
 
 
 def _adjust(logits: Logits, row: SamplingRow) -> None:
-    """Apply logit_bias, masks and penalties to one row [V]; touches only what `_adjusted_ids` says.
+    """Apply logit_bias, the masks that name tokens and penalties to one row [V]; touches what `_adjusted_ids` says.
 
     A logit that is NaN or +inf stays one of the two, so that the row is still seen to have no distribution.
     """
     sampling = row.sampling
     if sampling.logit_bias:
         logits[list(sampling.logit_bias)] += np.array(list(sampling.logit_bias.values()))
-    if sampling.allowed_token_ids:
-        forbidden = np.full(logits.shape, np.inf, np.float32)
-        forbidden[list(sampling.allowed_token_ids)] = 0.0
-        with np.errstate(invalid="ignore"):
-            logits -= forbidden
     if row.masked_token_ids:
         with np.errstate(invalid="ignore"):
             logits[row.masked_token_ids] -= np.inf
@@ -240,11 +286,9 @@ def _adjust(logits: Logits, row: SamplingRow) -> None:
         logits[used] -= sampling.presence_penalty + sampling.frequency_penalty * counts
 
 
-def _adjusted_ids(row: SamplingRow) -> Ids | slice:
+def _adjusted_ids(row: SamplingRow) -> Ids:
     """All ids, some of them more than once, whose logits `_adjust` may change."""
     sampling = row.sampling
-    if sampling.allowed_token_ids:
-        return slice(None)
     concerned = [_as_ids(list(sampling.logit_bias)), _as_ids(row.output_token_ids), _as_ids(row.masked_token_ids)]
     if sampling.repetition_penalty != 1.0:
         concerned.append(_as_ids(row.prompt_token_ids))

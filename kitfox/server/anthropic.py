@@ -14,6 +14,7 @@ from kitfox.server.conversation import ChatMessage, ContentPart, FunctionCall, F
 from kitfox.server.generation import Generator, Respond, required_model
 from kitfox.server.logs import current_request
 from kitfox.server.openai import ChatRequest, GenerationFields, OpenAIService, Reply, encode_messages
+from kitfox.server.structured import ResponseFormat
 from kitfox.server.translation import (
     Part,
     PartDelta,
@@ -27,7 +28,7 @@ from kitfox.server.validation import convert_body, error_headers, internal_error
 
 logger = logging.getLogger("kitfox.server")
 
-FOREIGN_PARAMETERS = ("logprob_token_ids", "stop", "stream_options")
+FOREIGN_PARAMETERS = ("logprob_token_ids", "response_format", "stop", "stream_options")
 OVERLOADED = 529  # what this protocol's clients know as "come back later"
 ERROR_TYPES = {
     401: "authentication_error",
@@ -86,7 +87,7 @@ class Thinking(msgspec.Struct, kw_only=True):
 
 class OutputConfig(msgspec.Struct, kw_only=True):
     effort: str | None = None
-    format: dict[str, Any] | None = None
+    format: ResponseFormat | None = None
 
 
 class MessagesRequest(GenerationFields, kw_only=True):
@@ -99,6 +100,7 @@ class MessagesRequest(GenerationFields, kw_only=True):
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
+    output_format: ResponseFormat | None = None
     metadata: dict[str, Any] = msgspec.field(default_factory=dict)
     mcp_servers: list[Any] = msgspec.field(default_factory=list)
     cache_control: dict[str, Any] | None = None
@@ -120,8 +122,9 @@ def make_chat(fields: MessagesRequest) -> ChatRequest:
     if fields.mcp_servers:
         raise UnsupportedParameterError("mcp_servers")
     output = fields.output_config or OutputConfig()
-    if output.format is not None:
-        raise UnsupportedParameterError("output_config.format")
+    format_param, wanted = _output_format(fields)
+    if wanted is not None and wanted.type != "json_schema":
+        raise InvalidParameterError(f"{format_param}.type", 'must be "json_schema"', wanted.type)
     messages = _system_message(fields.system)
     for position, message in enumerate(fields.messages):
         messages += _chat_messages(message, f"messages[{position}]")
@@ -135,6 +138,7 @@ def make_chat(fields: MessagesRequest) -> ChatRequest:
         **shared
         | {
             "messages": messages,
+            "response_format": wanted,
             "stop": fields.stop_sequences,
             "tools": [_chat_tool(tool, f"tools[{position}]") for position, tool in enumerate(fields.tools)],
             "tool_choice": _chat_tool_choice(choice) if fields.tool_choice is not None else None,
@@ -143,6 +147,16 @@ def make_chat(fields: MessagesRequest) -> ChatRequest:
             "continue_final_message": is_prefilled,
             "chat_template_kwargs": _thinking_kwargs(fields.thinking) | fields.chat_template_kwargs,
         }
+    )
+
+
+def _output_format(fields: MessagesRequest) -> tuple[str, ResponseFormat | None]:
+    """The form that the answer is to have, and the name of the parameter that says so: there are two."""
+    in_config = fields.output_config.format if fields.output_config is not None else None
+    if in_config is not None and fields.output_format is not None:
+        raise RequestError("output_config.format and output_format must not both be given", param="output_format")
+    return (
+        ("output_config.format", in_config) if fields.output_format is None else ("output_format", fields.output_format)
     )
 
 
@@ -262,6 +276,9 @@ class MessageReply:
 
     def close(self) -> None:
         self._reply.close()
+
+    async def accepted(self) -> None:
+        await self._reply.accepted()
 
     async def whole(self) -> dict[str, Any]:
         """The message as one object.
@@ -403,7 +420,13 @@ def add_routes(
         if fields.max_tokens is None:
             raise RequestError("max_tokens is required", param="max_tokens")
         chat = make_chat(fields)
-        reply = await service.chat(chat, ignored, request.scope["client_request_id"], id_prefix="msg_")
+        reply = await service.chat(
+            chat,
+            ignored,
+            request.scope["client_request_id"],
+            id_prefix="msg_",
+            format_param=_output_format(fields)[0],
+        )
         return await respond(request, MessageReply(reply), stream=fields.stream)
 
     async def count(request: Request) -> Response:

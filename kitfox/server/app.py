@@ -274,12 +274,26 @@ class EventStream(Response):
 
 async def _respond(request: Request, reply: Answer, *, stream: bool) -> Response:
     if stream:
-        return EventStream(reply)
+        return await _respond_with_events(request, reply)
     try:
         body = await until_disconnect(request.receive, reply.whole())
     finally:
         reply.close()
     return Response(status_code=CLIENT_CLOSED_REQUEST) if body is None else json_response(body)
+
+
+async def _respond_with_events(request: Request, reply: Answer) -> Response:
+    async def accepted() -> bool:
+        await reply.accepted()
+        return True
+
+    is_open = False
+    try:
+        is_open = await until_disconnect(request.receive, accepted()) or False
+    finally:
+        if not is_open:
+            reply.close()
+    return EventStream(reply) if is_open else Response(status_code=CLIENT_CLOSED_REQUEST)
 
 
 # ---- routes ---------------------------------------------------------------------------------------------------------

@@ -8,10 +8,11 @@ import json
 import re
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import msgspec
 
+from kitfox.constraint import Alternatives, Constraint, Reasoning
 from kitfox.errors import ConfigError, InvalidParameterError, RequestError, UnsupportedParameterError
 from kitfox.server.generation import ENCODE_IN_THREAD_CHARS
 from kitfox.server.parsers import (
@@ -24,18 +25,19 @@ from kitfox.server.parsers import (
     detect_reasoning_marks,
     detect_tool_call_parser,
 )
+from kitfox.server.structured import check_types
 from kitfox.server.validation import decode_json
 
 if TYPE_CHECKING:
     from kitfox.tokenizer import Tokenizer
 
 MAX_TOOLS = 128
-JSON_TYPES = {"array", "boolean", "integer", "null", "number", "object", "string"}
 RESERVED_TEMPLATE_KWARGS = {
     "add_generation_prompt", "bos_token", "chat_template", "continue_final_message", "conversation", "documents",
     "eos_token", "messages", "return_dict", "return_tensors", "self", "template", "tokenize", "tools",
 }  # fmt: skip
-_LAST_TOKENS = 16  # of a prompt: enough to hold the mark that opens reasoning
+ReasoningState = Literal["none", "ahead", "open", "over"]
+_LAST_TOKENS = 16  # of a prompt: enough to hold the mark that opens or closes reasoning
 
 
 # ---- what clients send ----------------------------------------------------------------------------------------------
@@ -122,6 +124,40 @@ class Calling:
 NO_CALLING = Calling()
 
 
+def constrain_calls(
+    requested: Constraint | None, calling: Calling, parser: type[ToolCallParser] | None
+) -> Constraint | None:
+    """What an answer must be that may call functions: a call, what the request asks for besides, or free text.
+
+    Functions are held to their parameters where they are strict or must be called; the others' arguments are any
+    object.
+
+    Args:
+        requested: what the request says of an answer that calls none.
+        parser: the model's dialect; None knows no calls.
+
+    Raises:
+        UnsupportedParameterError: the dialect cannot be held to a function's parameters.
+    """
+    if parser is None or not calling.tools:
+        return requested
+    functions = {
+        tool.function.name: tool.function.parameters or {}
+        if tool.function.strict or calling.forced is not None
+        else None
+        for tool in calling.tools
+        if calling.forced in (None, "", tool.function.name)
+    }
+    if calling.forced is not None:
+        return Constraint(format=parser.calls_format(functions, calling.max_calls), param="tools")
+    if requested is not None:
+        calls = parser.calls_format(functions, calling.max_calls)
+        return Constraint(format=Alternatives(elements=[calls, requested.format]), param=requested.param)
+    if all(parameters is None for parameters in functions.values()):
+        return None
+    return Constraint(format=parser.text_format(functions, calling.max_calls), param="tools")
+
+
 def check_calling(tools: Sequence[Tool], tool_choice: str | dict[str, Any] | None, *, parallel: bool) -> Calling:
     """The tools of a request, checked.
 
@@ -146,7 +182,7 @@ def check_calling(tools: Sequence[Tool], tool_choice: str | dict[str, Any] | Non
         raise InvalidParameterError("tool_choice", "must be none, auto, required or an object", tool_choice)
     if tool_choice == "none" or not tools:
         return NO_CALLING
-    return Calling(tuple(tools), forced, max_calls=None if parallel else 1)
+    return Calling(tuple(tools), forced, max_calls=None if parallel and not forced else 1)
 
 
 def check_tools(tools: Sequence[Tool]) -> None:
@@ -169,27 +205,7 @@ def check_tools(tools: Sequence[Tool]) -> None:
             place = f"{place}.function.parameters"
             if schema.get("type", "object") != "object":
                 raise InvalidParameterError(f"{place}.type", 'must be "object"', schema["type"])
-            _check_types(schema, place)
-
-
-def _check_types(schema: Any, place: str) -> None:
-    """Refuse types that JSON schema does not have, such as "float", wherever a schema can stand."""
-    if not isinstance(schema, dict):
-        return
-    types = schema.get("type", [])
-    for name in types if isinstance(types, list) else [types]:
-        if not isinstance(name, str) or name not in JSON_TYPES:
-            raise InvalidParameterError(f"{place}.type", f"must be of {', '.join(sorted(JSON_TYPES))}", name)
-    for key in ("properties", "patternProperties", "$defs", "definitions"):
-        members = schema.get(key, {})
-        if not isinstance(members, dict):
-            raise InvalidParameterError(f"{place}.{key}", "must be an object", members)
-        for name, member in members.items():
-            _check_types(member, f"{place}.{key}.{name}")
-    for key in ("items", "additionalProperties", "not", "anyOf", "oneOf", "allOf", "prefixItems"):
-        members = schema.get(key)
-        for member in members if isinstance(members, list) else [members]:
-            _check_types(member, f"{place}.{key}")
+            check_types(schema, place)
 
 
 # ---- the model's dialect --------------------------------------------------------------------------------------------
@@ -437,20 +453,26 @@ class ChatPrompt:
     """A conversation as token ids.
 
     Attributes:
-        opens_reasoning: the prompt ends inside the reasoning.
-        call_prefill: beginning of a forced call; the prompt's end, but part of the answer.
+        reasoning: whether it may come ("ahead"), the prompt ends inside of it, or it is over; "none" in a dialect
+            without.
     """
 
     token_ids: list[int]
-    opens_reasoning: bool = False
-    call_prefill: str = ""
+    reasoning: ReasoningState = "none"
+
+    def reasoning_before(self, dialect: ChatDialect) -> Reasoning | None:
+        """The reasoning that may come before an answer that has to have a form."""
+        if dialect.reasoning_marks is None or self.reasoning == "over":
+            return None
+        opener, closer = dialect.reasoning_marks
+        return Reasoning(opener=opener, closer=closer, is_open=self.reasoning == "open")
 
     def parser_maker(
         self, dialect: ChatDialect, calling: Calling, *, separate_reasoning: bool
     ) -> Callable[[], AnswerParser] | None:
         """Makes a parser for each answer to the prompt; None when there is nothing to find in one."""
         tool_parser = dialect.tool_parser if calling.tools else None
-        marks = dialect.reasoning_marks if separate_reasoning and not self.call_prefill else None
+        marks = dialect.reasoning_marks if separate_reasoning else None
         if tool_parser is None and marks is None:
             return None
 
@@ -458,10 +480,10 @@ class ChatPrompt:
             reasoning = None
             if marks is not None:
                 reasoning = ReasoningParser(
-                    *marks, starts_inside=self.opens_reasoning, closer_id=dialect.reasoning_end_id
+                    *marks, starts_inside=self.reasoning == "open", closer_id=dialect.reasoning_end_id
                 )
             tools = None if tool_parser is None else tool_parser(calling.schemas, calling.max_calls)
-            return AnswerParser(reasoning, tools, self.call_prefill)
+            return AnswerParser(reasoning, tools)
 
         return make
 
@@ -494,6 +516,8 @@ async def encode_conversation(
         )
     if calling.forced is not None and not (add_generation_prompt or continues):
         raise InvalidParameterError("add_generation_prompt", "must be true with this tool_choice", False)
+    if calling.forced is not None and dialect.tool_parser is None:
+        raise UnsupportedParameterError("tool_choice", "needs a parser; this server runs without --tool-call-parser")
     for name in source.chat_template_kwargs:
         if name in RESERVED_TEMPLATE_KWARGS or not name.isidentifier():
             raise InvalidParameterError("chat_template_kwargs", "must not use reserved names", name)
@@ -517,27 +541,18 @@ async def encode_conversation(
         token_ids = await asyncio.to_thread(encode)
     else:
         token_ids = encode()
-    opens_reasoning = _opens_reasoning(tokenizer, dialect, token_ids, messages[-1]["content"] if continues else "")
-    if calling.forced is None:
-        return ChatPrompt(token_ids, opens_reasoning)
-    return _force_call(tokenizer, dialect, calling.forced, token_ids, opens_reasoning=opens_reasoning)
+    return ChatPrompt(token_ids, _reasoning_state(tokenizer, dialect, token_ids, messages[-1] if continues else None))
 
 
-def _opens_reasoning(tokenizer: Tokenizer, dialect: ChatDialect, token_ids: list[int], continued: str) -> bool:
+def _reasoning_state(
+    tokenizer: Tokenizer, dialect: ChatDialect, token_ids: list[int], continued: dict[str, Any] | None
+) -> ReasoningState:
+    """Where a prompt leaves the reasoning; `continued` is the message that the answer goes on with."""
     if dialect.reasoning_marks is None:
-        return False
+        return "none"
     opener, closer = dialect.reasoning_marks
-    end = tokenizer.decode(token_ids[-_LAST_TOKENS:], skip_special_tokens=False)
-    return end.rstrip().endswith(opener) or continued.rfind(opener) > continued.rfind(closer)
-
-
-def _force_call(
-    tokenizer: Tokenizer, dialect: ChatDialect, name: str, token_ids: list[int], *, opens_reasoning: bool
-) -> ChatPrompt:
-    """The prompt with the beginning of a call: the model can hardly do else than go on with it."""
-    if dialect.tool_parser is None:
-        raise UnsupportedParameterError("tool_choice", "needs a parser; this server runs without --tool-call-parser")
-    opening, middle = dialect.tool_parser.prefill
-    prefill = f"{opening}{name}{middle}" if name else opening
-    closing = f"\n{dialect.reasoning_marks[1]}\n\n" if opens_reasoning and dialect.reasoning_marks else ""
-    return ChatPrompt(token_ids + tokenizer.encode(closing + prefill, add_special_tokens=False), call_prefill=prefill)
+    end = tokenizer.decode(token_ids[-_LAST_TOKENS:], skip_special_tokens=False).rstrip()
+    text = (continued or {}).get("content") or ""
+    if end.endswith(opener) or text.rfind(opener) > text.rfind(closer):
+        return "open"
+    return "over" if end.endswith(closer) or text.strip() else "ahead"

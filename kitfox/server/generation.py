@@ -13,6 +13,8 @@ from collections.abc import AsyncGenerator, AsyncIterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
+import msgspec
+
 from kitfox.config import Pooling
 from kitfox.engine.input_processor import truncated_prompt
 from kitfox.errors import (
@@ -164,7 +166,13 @@ def truncated(prompt: Prompt, fields: _HasTruncation, *, max_tokens: int | None,
 
 
 class Answer(Protocol):
-    """What a protocol makes of a job: one object or server-sent events. `close` aborts what still runs."""
+    """What a protocol makes of a job: one object or server-sent events. `close` aborts what still runs.
+
+    `accepted` waits until the engine can no longer refuse the job, and raises if it does; whoever reads the answer
+    finds out as well, but a stream has sent its status by then.
+    """
+
+    async def accepted(self) -> None: ...
 
     async def whole(self) -> Any: ...
 
@@ -236,8 +244,10 @@ class OpenStreams:
         self._record = current_request.get()
         if self._record is not None:
             self._record.job = self._record.job or job
-        self._pumps: list[asyncio.Task[None]] = []
+        self._pumps: list[asyncio.Task[None]] = []  # of several prompts, into the queue
+        self._queue: asyncio.Queue[tuple[int, RequestOutput] | Exception] = asyncio.Queue()
         self._unfinished: set[int] = set()
+        self._first_news: list[tuple[int, RequestOutput]] = []  # that came while `accepted` waited
         self._closed = False
 
     async def open(self) -> None:
@@ -268,36 +278,57 @@ class OpenStreams:
             self.close()
             raise
 
+    async def accepted(self) -> None:
+        """Wait until the engine cannot refuse a prompt any more: it compiles constraints after it has taken a job.
+
+        Raises:
+            KitfoxError: a constraint cannot be had; everything is aborted.
+        """
+        awaited: dict[bytes, int] = {}  # one prompt for each constraint
+        for index in range(len(self._streams)):
+            constraint = self._job.sampling_of(index).constraint
+            if constraint is not None:
+                awaited.setdefault(msgspec.msgpack.encode(constraint), index)
+        waiting = set(awaited.values())
+        try:
+            while waiting:
+                index, output = await self._next_news()
+                self._first_news.append((index, output))
+                waiting.discard(index)
+        except Exception:
+            self.close(FinishReason.ERROR)
+            raise
+
     async def outputs(self) -> AsyncGenerator[tuple[int, RequestOutput], None]:
         """(index of the prompt, its next delta) as they come.
 
         Raises:
             KitfoxError: a request failed in the engine.
         """
-        if len(self._streams) == 1:
-            async for output in self._streams[0]:
-                yield 0, self._observed(0, output)
-            return
-        queue: asyncio.Queue[tuple[int, RequestOutput] | Exception | None] = asyncio.Queue()
-        self._pumps = [asyncio.create_task(self._pump(index, queue)) for index in range(len(self._streams))]
-        num_open = len(self._pumps)
+        num_open = len(self._streams)
         while num_open:
-            news = await queue.get()
-            if news is None:
-                num_open -= 1
-            elif isinstance(news, Exception):
-                raise news
-            else:
-                yield news[0], self._observed(*news)
+            index, output = self._first_news.pop(0) if self._first_news else await self._next_news()
+            num_open -= output.finished
+            yield index, self._observed(index, output)
+        if len(self._streams) == 1:
+            await anext(self._streams[0], None)  # lets it end now: its end takes the request's id out of use
 
-    async def _pump(self, index: int, queue: asyncio.Queue[tuple[int, RequestOutput] | Exception | None]) -> None:
+    async def _next_news(self) -> tuple[int, RequestOutput]:
+        if len(self._streams) == 1:
+            return 0, await anext(self._streams[0])
+        if not self._pumps:
+            self._pumps = [asyncio.create_task(self._pump(index)) for index in range(len(self._streams))]
+        news = await self._queue.get()
+        if isinstance(news, Exception):
+            raise news
+        return news
+
+    async def _pump(self, index: int) -> None:
         try:
             async for output in self._streams[index]:
-                queue.put_nowait((index, output))
+                self._queue.put_nowait((index, output))
         except Exception as error:
-            queue.put_nowait(error)
-        else:
-            queue.put_nowait(None)
+            self._queue.put_nowait(error)
 
     def _observed(self, index: int, output: RequestOutput) -> RequestOutput:
         self._observers[index].observe(output)

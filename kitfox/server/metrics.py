@@ -17,7 +17,7 @@ from prometheus_client import CollectorRegistry, GCCollector, PlatformCollector,
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.registry import Collector
 
-from kitfox.outputs import CompletionOutput, EngineStats, RequestOutput
+from kitfox.outputs import CompletionOutput, EngineStats, GrammarStats, RequestOutput, SpeculationStats
 from kitfox.request import FinishReason, SamplingParams
 from kitfox.server.logs import RequestRecord
 
@@ -251,7 +251,10 @@ class ServerMetrics(Collector):
             "Requests that wait in other memory: none, what was preempted is computed again", 0,
             "vllm:num_requests_swapped",
         )  # fmt: skip
-        waiting = {"capacity": stats.num_waiting, "deferred": 0}
+        yield from self._gauge(
+            "Requests whose grammar is being compiled", stats.num_waiting_for_grammar, "sglang:num_grammar_queue_reqs"
+        )
+        waiting = {"capacity": stats.num_waiting, "deferred": stats.num_waiting_for_grammar}
         yield self._labelled_gauge("vllm:num_requests_waiting_by_reason", "Why requests wait", "reason", waiting)
         paused = len(self._llm.open_request_ids) if self._llm.is_paused else 0
         yield from self._gauge("Requests held up by a pause", paused, "sglang:num_paused_reqs")
@@ -293,7 +296,26 @@ class ServerMetrics(Collector):
         yield from self._gauge(
             "Tokens a second in the latest step, prompt tokens included", throughput, "sglang:gen_throughput"
         )
+        yield from self._speculation_gauges(stats.speculation)
         yield self._cache_config_info(stats)
+
+    def _speculation_gauges(self, speculation: SpeculationStats) -> Iterable[GaugeMetricFamily]:
+        accepted = speculation.num_accepted_tokens
+        yield from self._gauge(
+            "Tokens a step of answers that had guesses, since the start",
+            1 + accepted / speculation.num_drafts if speculation.num_drafts else 1.0,
+            "sglang:spec_accept_length",
+        )
+        yield from self._gauge(
+            "Share of guessed tokens that were right, since the start",
+            accepted / speculation.num_draft_tokens if speculation.num_draft_tokens else 0.0,
+            "sglang:spec_accept_rate",
+        )
+        yield from self._gauge(
+            "Seconds by which answers went on sooner for guesses, since the start, by what steps of their sizes take",
+            speculation.saved_time_s,
+            "kitfox:speculation_saved_seconds",
+        )
 
     def _cache_config_info(self, stats: EngineStats) -> GaugeMetricFamily:
         cache = self._llm.config.cache
@@ -367,10 +389,45 @@ class ServerMetrics(Collector):
         )
         yield from self._counter("Cached tokens that were evicted", stats.num_evicted_tokens, "sglang:evicted_tokens")
         yield from self._counter("Requests handed to the engine", self.num_requests, "sglang:num_requests")
+        yield from self._grammar_counters(stats.grammars)
+        yield from self._speculation_counters(stats.speculation)
         yield from self._counter("Answers aborted", self.finished["abort"], "sglang:num_aborted_requests")
         yield self._labelled("vllm:request_success", "Answers that ended, by reason", "finished_reason", self.finished)
         yield self._labelled(
             "vllm:admission_rejections", "Requests refused without being queued", "reason", self.rejections
+        )
+
+    def _grammar_counters(self, grammars: GrammarStats) -> Iterable[CounterMetricFamily]:
+        num_asked = grammars.num_compiled + grammars.num_refused + grammars.num_cache_hits
+        yield from self._counter("Answers that are held to a grammar", num_asked, "sglang:num_so_requests")
+        yield from self._counter("Grammars asked for", num_asked, "sglang:num_grammar")
+        yield from self._counter(
+            "Grammars that were compiled before", grammars.num_cache_hits, "sglang:num_grammar_cache_hit"
+        )
+        yield from self._counter("Grammars refused", grammars.num_refused, "sglang:num_grammar_aborted")
+        yield from self._counter(
+            "Seconds spent compiling grammars, beside the steps", grammars.compile_time_s,
+            "kitfox:grammar_compile_seconds",
+        )  # fmt: skip
+        yield from self._counter("Tokens for which a mask was made", grammars.num_masks, "kitfox:grammar_masks")
+        yield from self._counter(
+            "Seconds spent filling masks, beside the forward pass", grammars.mask_time_s, "kitfox:grammar_mask_seconds"
+        )
+        yield from self._counter(
+            "Tokens that a grammar forced, so that none was sampled",
+            grammars.num_forced_tokens,
+            "kitfox:grammar_forced_tokens",
+        )
+
+    def _speculation_counters(self, speculation: SpeculationStats) -> Iterable[CounterMetricFamily]:
+        yield from self._counter(
+            "Runs of guessed tokens, one an answer and a step", speculation.num_drafts, "vllm:spec_decode_num_drafts"
+        )
+        yield from self._counter(
+            "Guessed tokens that were verified", speculation.num_draft_tokens, "vllm:spec_decode_num_draft_tokens"
+        )
+        yield from self._counter(
+            "Guessed tokens that were right", speculation.num_accepted_tokens, "vllm:spec_decode_num_accepted_tokens"
         )
 
     def _http(self) -> Iterable[CounterMetricFamily | HistogramMetricFamily]:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from kitfox.constraint import Constraint
 from kitfox.engine.input_processor import MAX_CACHE_SALT_CHARS
 from kitfox.errors import (
     InvalidParameterError,
@@ -32,6 +33,7 @@ from kitfox.server.conversation import (
     ChatPrompt,
     Tool,
     check_calling,
+    constrain_calls,
     encode_conversation,
 )
 from kitfox.server.generation import (
@@ -47,6 +49,7 @@ from kitfox.server.generation import (
     truncated,
 )
 from kitfox.server.parsers import AnswerParser, ToolCallDelta, join_calls
+from kitfox.server.structured import FormatFields, requested_constraint
 from kitfox.server.validation import error_body, internal_error, refuse_ignored
 
 if TYPE_CHECKING:
@@ -70,7 +73,7 @@ class StreamOptions(msgspec.Struct):
     continuous_usage_stats: bool | None = None
 
 
-class GenerationFields(msgspec.Struct, kw_only=True):
+class GenerationFields(FormatFields, kw_only=True):
     """Parameters that both endpoints have. Absent and null mean the same.
 
     What is None by default comes from the model's own defaults, and without those from `SamplingParams`.
@@ -86,24 +89,24 @@ class GenerationFields(msgspec.Struct, kw_only=True):
     top_p: float | None = None
     frequency_penalty: float = 0.0
     presence_penalty: float = 0.0
-    logit_bias: dict[str, float] = {}
+    logit_bias: dict[str, float] = msgspec.field(default_factory=dict)
     seed: int | None = None
-    stop: str | list[str] = []
-    stop_regex: str | list[str] = []
+    stop: str | list[str] = msgspec.field(default_factory=list)
+    stop_regex: str | list[str] = msgspec.field(default_factory=list)
     top_k: int | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None
     repetition_detection: RepetitionDetection | None = None
     min_tokens: int = 0
-    stop_token_ids: list[int] = []
-    allowed_token_ids: list[int] = []
-    bad_words: list[str] = []
+    stop_token_ids: list[int] = msgspec.field(default_factory=list)
+    allowed_token_ids: list[int] = msgspec.field(default_factory=list)
+    bad_words: list[str] = msgspec.field(default_factory=list)
     ignore_eos: bool = False
     include_stop_str_in_output: bool = False
     no_stop_trim: bool = False
     skip_special_tokens: bool = True
     prompt_logprobs: int | None = None
-    logprob_token_ids: list[int] = []
+    logprob_token_ids: list[int] = msgspec.field(default_factory=list)
     truncate_prompt_tokens: int | None = None
     truncation_side: str = "left"
     priority: int = 0
@@ -137,8 +140,8 @@ class ChatRequest(GenerationFields, kw_only=True):
     add_special_tokens: bool = False
     add_generation_prompt: bool | None = None
     continue_final_message: bool = False
-    chat_template_kwargs: dict[str, Any] = {}
-    tools: list[Tool] = []
+    chat_template_kwargs: dict[str, Any] = msgspec.field(default_factory=dict)
+    tools: list[Tool] = msgspec.field(default_factory=list)
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool = True
     reasoning_effort: str | None = None
@@ -155,8 +158,8 @@ class TokenizeRequest(msgspec.Struct, kw_only=True):
     add_special_tokens: bool = True
     add_generation_prompt: bool | None = None
     continue_final_message: bool = False
-    chat_template_kwargs: dict[str, Any] = {}
-    tools: list[Tool] = []
+    chat_template_kwargs: dict[str, Any] = msgspec.field(default_factory=dict)
+    tools: list[Tool] = msgspec.field(default_factory=list)
     return_token_strs: bool = False
 
 
@@ -202,6 +205,7 @@ def make_sampling(
     max_tokens: int | None,
     logprobs: int | None,
     prompt_logprobs: int | None,
+    constraint: Constraint | None,
 ) -> SamplingParams:
     """`SamplingParams` of a request, with `defaults` for what it leaves out; they raise InvalidParameterError."""
     wanted = {name: getattr(fields, name) for name in DEFAULTED_FIELDS}
@@ -234,6 +238,7 @@ def make_sampling(
         truncate_prompt_tokens=fields.truncate_prompt_tokens,
         truncation_side=fields.truncation_side,  # type: ignore[arg-type]  # it is checked there
         repetition_detection=fields.repetition_detection,
+        constraint=constraint,
     )
 
 
@@ -276,7 +281,7 @@ async def _encode_chat(generator: Generator, fields: ChatRequest) -> tuple[ChatP
     calling = check_calling(fields.tools, fields.tool_choice, parallel=fields.parallel_tool_calls)
     kwargs = dialect.effort_kwargs(fields.reasoning_effort)
     unused = [] if kwargs is not None else ["reasoning_effort"]
-    if any(tool.function.strict for tool in calling.tools):
+    if dialect.tool_parser is None and any(tool.function.strict for tool in calling.tools):
         unused.append("tools[].function.strict")
     if generator.strict:
         refuse_ignored(unused)
@@ -541,6 +546,9 @@ class Reply:
     def job(self) -> OpenAIJob:
         return self._job
 
+    async def accepted(self) -> None:
+        await self._streams.accepted()
+
     async def pieces(self) -> AsyncGenerator[Piece, None]:
         """The answers' pieces as they come, for a protocol to render; `usage` and `timings` grow with them.
 
@@ -756,7 +764,12 @@ class OpenAIService:
         if max_tokens is None and "max_tokens" not in defaults:
             max_tokens = DEFAULT_COMPLETION_TOKENS
         sampling = make_sampling(
-            fields, defaults, max_tokens=max_tokens, logprobs=fields.logprobs, prompt_logprobs=prompt_logprobs
+            fields,
+            defaults,
+            max_tokens=max_tokens,
+            logprobs=fields.logprobs,
+            prompt_logprobs=prompt_logprobs,
+            constraint=requested_constraint(fields),
         )
         tokenizer = self._llm.tokenizer
         prompts = await make_prompts(tokenizer, fields.prompt, add_special_tokens=fields.add_special_tokens)
@@ -765,9 +778,15 @@ class OpenAIService:
         )
 
     async def chat(
-        self, fields: ChatRequest, ignored: list[str], client_id: str | None, *, id_prefix: str = "chatcmpl-"
+        self,
+        fields: ChatRequest,
+        ignored: list[str],
+        client_id: str | None,
+        *,
+        id_prefix: str = "chatcmpl-",
+        format_param: str = "response_format",
     ) -> Reply:
-        """Start a chat completion; other protocols name theirs with a prefix of their own.
+        """Start a chat completion; other protocols have names of their own for ids and for the answer's format.
 
         Raises:
             KitfoxError: nothing was started.
@@ -793,9 +812,14 @@ class OpenAIService:
             max_tokens=max_tokens,
             logprobs=logprobs,
             prompt_logprobs=fields.prompt_logprobs,
+            constraint=requested_constraint(fields, format_param=format_param),
         )
         prompt, calling, unused = await _encode_chat(self._generator, fields)
         dialect = self._generator.dialect
+        constraint = constrain_calls(sampling.constraint, calling, dialect.tool_parser)
+        if constraint is not None:
+            constraint = msgspec.structs.replace(constraint, reasoning=prompt.reasoning_before(dialect))
+            sampling = msgspec.structs.replace(sampling, constraint=constraint)
         make_parser = prompt.parser_maker(dialect, calling, separate_reasoning=fields.separate_reasoning)
         if make_parser is not None:
             kept = dialect.reasoning_mark_ids + (dialect.tool_mark_ids if calling.tools else ())

@@ -22,6 +22,7 @@ from kitfox.errors import InvalidParameterError, KitfoxError, RequestError, Unsu
 from kitfox.server.conversation import ChatMessage, ContentPart, FunctionCall, FunctionSpec, Tool, ToolCall
 from kitfox.server.generation import Generator, Respond
 from kitfox.server.openai import ChatRequest, GenerationFields, OpenAIService, Reply
+from kitfox.server.structured import ResponseFormat
 from kitfox.server.translation import (
     Part,
     PartChange,
@@ -40,7 +41,7 @@ MAX_STORED_RESPONSES = 4096
 MAX_STORED_BYTES = 64 * 2**20
 MAX_LISTED_ITEMS = 100
 MAX_METADATA_ENTRIES = 16
-FOREIGN_PARAMETERS = ("max_tokens", "request_id", "rid")
+FOREIGN_PARAMETERS = ("max_tokens", "request_id", "response_format", "rid")
 LOGPROBS = "message.output_text.logprobs"
 # Of what belongs to tools on OpenAI's side there is never any; and reasoning is shown in the clear.
 NEEDLESS_INCLUDES = {
@@ -87,7 +88,7 @@ class FunctionTool(msgspec.Struct, kw_only=True):
 
 
 class TextOptions(msgspec.Struct, kw_only=True):
-    format: dict[str, Any] | None = None
+    format: ResponseFormat | None = None
 
 
 class ReasoningOptions(msgspec.Struct, kw_only=True):
@@ -132,8 +133,6 @@ def check_request(fields: ResponsesRequest) -> None:
             raise UnsupportedParameterError(name)
     if fields.truncation != "disabled":
         raise UnsupportedParameterError("truncation", 'must be "disabled": nothing is cut from a conversation')
-    if fields.text is not None and fields.text.format not in (None, {"type": "text"}):
-        raise UnsupportedParameterError("text.format", 'is only supported as {"type": "text"}')
     for name in fields.include:
         if name != LOGPROBS and name not in NEEDLESS_INCLUDES:
             raise InvalidParameterError("include", "must name parts of a response", name)
@@ -251,6 +250,7 @@ def make_chat(fields: ResponsesRequest, context: list[Item]) -> ChatRequest:
             "messages": messages,
             "max_tokens": fields.max_output_tokens,
             "stream_options": None,
+            "response_format": fields.text.format if fields.text is not None else None,
             "tools": tools,
             "tool_choice": tool_choice if tools else None,
             "parallel_tool_calls": fields.parallel_tool_calls,
@@ -389,6 +389,9 @@ class ResponseReply:
 
     def close(self) -> None:
         self._reply.close()
+
+    async def accepted(self) -> None:
+        await self._reply.accepted()
 
     async def whole(self) -> dict[str, Any]:
         """The response as one object.
@@ -541,6 +544,7 @@ def _content_part(part: Part) -> dict[str, Any]:
 def _opening_body(reply: Reply, fields: ResponsesRequest) -> dict[str, Any]:
     """A response's object before its first token. Sampling parameters are shown as they are used."""
     job, sampling = reply.job, reply.job.sampling
+    text_format = fields.text.format if fields.text is not None else None
     body = {
         "id": job.answer_id,
         "object": "response",
@@ -563,7 +567,7 @@ def _opening_body(reply: Reply, fields: ResponsesRequest) -> dict[str, Any]:
         "service_tier": "default",
         "store": fields.store,
         "temperature": sampling.temperature,
-        "text": {"format": {"type": "text"}},
+        "text": {"format": {"type": "text"} if text_format is None else text_format},
         "tool_choice": fields.tool_choice,
         "tools": msgspec.to_builtins(fields.tools),
         "top_logprobs": fields.top_logprobs or 0,
@@ -619,7 +623,8 @@ def add_routes(app: FastAPI, generator: Generator, max_body_bytes: int, respond:
         context = make_items(fields.input)
         if fields.previous_response_id is not None:
             context = store.context_after(fields.previous_response_id) + context
-        reply = await service.chat(make_chat(fields, context), ignored, None, id_prefix="resp_")
+        chat = make_chat(fields, context)
+        reply = await service.chat(chat, ignored, None, id_prefix="resp_", format_param="text.format")
         response = ResponseReply(reply, fields, context)
         if fields.store:
             response.keep_in(store)

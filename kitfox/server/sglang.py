@@ -38,6 +38,7 @@ from kitfox.server.generation import (
     truncated,
 )
 from kitfox.server.openai import DONE, LOWEST_LOGPROB, GenerationFields, join_salts, make_sampling
+from kitfox.server.structured import FormatFields, requested_constraint
 from kitfox.server.validation import JsonObject, convert_body, error_body, internal_error, read_json_object
 
 if TYPE_CHECKING:
@@ -66,7 +67,7 @@ _encode = msgspec.json.Encoder().encode
 # ---- what clients send ----------------------------------------------------------------------------------------------
 
 
-class NativeSampling(msgspec.Struct, kw_only=True):
+class NativeSampling(FormatFields, kw_only=True):
     """`sampling_params` of /generate. Absent and null mean the same; None is the model's default.
 
     Attributes:
@@ -82,18 +83,18 @@ class NativeSampling(msgspec.Struct, kw_only=True):
     frequency_penalty: float = 0.0
     presence_penalty: float = 0.0
     repetition_penalty: float | None = None
-    logit_bias: dict[str, float] = {}
-    stop: str | list[str] = []
-    stop_token_ids: list[int] = []
-    stop_regex: str | list[str] = []
+    logit_bias: dict[str, float] = msgspec.field(default_factory=dict)
+    stop: str | list[str] = msgspec.field(default_factory=list)
+    stop_token_ids: list[int] = msgspec.field(default_factory=list)
+    stop_regex: str | list[str] = msgspec.field(default_factory=list)
     no_stop_trim: bool = False
     ignore_eos: bool = False
     skip_special_tokens: bool = True
     n: int = 1
     sampling_seed: int | None = None
     stream_interval: int | None = None
-    allowed_token_ids: list[int] = []
-    bad_words: list[str] = []
+    allowed_token_ids: list[int] = msgspec.field(default_factory=list)
+    bad_words: list[str] = msgspec.field(default_factory=list)
     repetition_detection: RepetitionDetection | None = None
     truncate_prompt_tokens: int | None = None
     truncation_side: str = "left"
@@ -111,12 +112,12 @@ class GenerateRequest(msgspec.Struct, kw_only=True):
 
     text: str | list[str] | None = None
     input_ids: list[Any] | None = None
-    sampling_params: dict[str, Any] | list[dict[str, Any]] = {}
+    sampling_params: dict[str, Any] | list[dict[str, Any]] = msgspec.field(default_factory=dict)
     rid: str | list[str] | None = None
     return_logprob: bool | list[bool] = False
     logprob_start_len: int | list[int] | None = None
     top_logprobs_num: int | list[int] = 0
-    token_ids_logprob: list[Any] = []
+    token_ids_logprob: list[Any] = msgspec.field(default_factory=list)
     return_text_in_logprobs: bool = False
     return_prompt_token_ids: bool = False
     stream: bool = False
@@ -308,6 +309,7 @@ def _make_sampling(
         max_tokens=fields.max_new_tokens,
         logprobs=num_top,
         prompt_logprobs=num_top if wanted is not None and wanted.start < num_prompt_tokens else None,
+        constraint=requested_constraint(fields),
     )
 
 
@@ -422,6 +424,9 @@ class NativeAnswer:
             [_Growing(job, prompt_index, index, tokenizer) for index in range(job.sampling.n)]
             for prompt_index in range(len(job.prompts))
         ]
+
+    async def accepted(self) -> None:
+        await self._streams.accepted()
 
     async def _news(self) -> AsyncGenerator[list[_Growing], None]:
         """Answers with something new, as it comes."""

@@ -13,10 +13,6 @@ BitmaskRow = npt.NDArray[np.int32]
 """One bit a token, [ceil(V / 32)] int32, least significant first; 1 is allowed."""
 
 
-class GrammarError(Exception):
-    """A format that cannot be had, or not exactly; the message names the keyword and why. The caller's mistake."""
-
-
 class Grammar(ABC):
     """Where one answer stands in its format. All that it says depends on the tokens accepted so far and nothing else.
 

@@ -7,6 +7,8 @@ from functools import cached_property
 import msgspec
 import tokenizers
 
+from kitfox.tokenizer import Tokenizer
+
 
 class Vocabulary(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     """Every token as bytes.
@@ -24,6 +26,22 @@ class Vocabulary(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     special_texts: list[str]
     eos_token_ids: list[int]
     tokenizer_json: str = ""
+
+    @classmethod
+    def of(cls, tokenizer: Tokenizer, vocab_size: int) -> Vocabulary:
+        """A model's vocabulary.
+
+        Args:
+            vocab_size: rows of the model's output, which may be more, or fewer, than its tokenizer has tokens.
+        """
+        special_ids = sorted(token_id for token_id in tokenizer.special_ids if token_id < vocab_size)
+        return cls(
+            token_bytes=[tokenizer.token_bytes(token_id) for token_id in range(vocab_size)],
+            special_ids=special_ids,
+            special_texts=[tokenizer.token_text(token_id) for token_id in special_ids],
+            eos_token_ids=[token_id for token_id in tokenizer.eos_token_ids if token_id < vocab_size],
+            tokenizer_json=tokenizer.json,
+        )
 
     @property
     def size(self) -> int:

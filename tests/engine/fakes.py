@@ -9,7 +9,7 @@ from kitfox.engine.core import EngineCore
 from kitfox.engine.scheduler import Scheduler
 from kitfox.kv_cache.manager import make_kv_cache_manager
 from kitfox.request import EngineRequest, SamplingParams
-from kitfox.step import ModelRunnerOutput, SchedulerOutput
+from kitfox.step import FilledBitmasks, ModelRunnerOutput, SchedulerOutput
 from kitfox.tracing import Tracer
 
 NextToken = Callable[[str, list[int]], int]
@@ -40,7 +40,7 @@ class FakeExecutor:
         assert not self.has_kv_cache
         self.has_kv_cache = True
 
-    def execute(self, scheduled: SchedulerOutput) -> ModelRunnerOutput:
+    def execute(self, scheduled: SchedulerOutput, bitmasks: FilledBitmasks | None = None) -> ModelRunnerOutput:
         assert self.has_kv_cache or not scheduled.num_scheduled_tokens, "tokens were scheduled without a KV cache"
         self.steps.append(scheduled)
         for request_id in (*scheduled.finished_request_ids, *scheduled.preempted_request_ids):
@@ -48,6 +48,7 @@ class FakeExecutor:
         computed: dict[str, int] = {}
         for cached in scheduled.cached_requests:
             self.block_ids[cached.request_id] += cached.new_block_ids
+            self.token_ids[cached.request_id] += cached.new_token_ids
             computed[cached.request_id] = cached.num_computed_tokens
         for new in scheduled.new_requests:
             assert new.request_id not in self.token_ids

@@ -16,6 +16,7 @@ from kitfox.engine.launch import obey
 from kitfox.errors import AsleepError, EngineBusyError, EngineDeadError
 from kitfox.outputs import RequestOutput
 from kitfox.request import EngineRequest, FinishReason, SamplingParams
+from kitfox.structured_output.vocabulary import Vocabulary
 from tests.engine.fakes import make_core, request, run
 from tests.test_tokenizer import byte_tokenizer
 
@@ -112,6 +113,9 @@ class LocalClient:
 
     def abort(self, request_ids: list[str]) -> None:
         self.core.abort(request_ids)
+
+    def use_vocabulary(self, vocabulary: Vocabulary) -> None:
+        self.vocabulary = vocabulary
 
     def control(self, message: ControlEngine) -> None:
         if message.command == "stop_profile" and self.dies:

@@ -9,7 +9,7 @@ import pytest
 from kitfox.config import CACHE_ORGANISATIONS
 from kitfox.outputs import EngineOutput
 from kitfox.request import FinishReason, SamplingParams
-from kitfox.step import BlockCopy, CachedRequest, ModelRunnerOutput, NewRequest, SchedulerOutput
+from kitfox.step import BlockCopy, CachedRequest, FilledBitmasks, ModelRunnerOutput, NewRequest, SchedulerOutput
 from tests.engine.fakes import FakeExecutor, make_core, request, run
 
 
@@ -29,6 +29,7 @@ def test_one_request_from_prompt_to_finish_exactly():
                 request_id="a",
                 token_ids=[10, 11, 12, 13, 14],
                 num_prompt_tokens=5,
+                num_reported_tokens=5,
                 sampling=sampling,
                 stop_token_ids=(),
                 block_ids=[0, 1],
@@ -304,7 +305,7 @@ def test_a_request_without_numbers_ends_alone_and_publishes_nothing():
     core.add_request(request("good", list(range(50, 60)), max_tokens=3))
     execute = core.executor.execute
 
-    def spoil(scheduled: SchedulerOutput) -> ModelRunnerOutput:
+    def spoil(scheduled: SchedulerOutput, bitmasks: FilledBitmasks | None = None) -> ModelRunnerOutput:
         output = execute(scheduled)
         sampled = {name: tokens for name, tokens in output.sampled_token_ids.items() if name != "bad"}
         return ModelRunnerOutput(sampled_token_ids=sampled, errors={"bad": "not numbers"})

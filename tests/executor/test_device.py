@@ -126,6 +126,7 @@ def _steps() -> list[SchedulerOutput]:
             request_id=name,
             token_ids=prompts[name],
             num_prompt_tokens=len(prompts[name]),
+            num_reported_tokens=len(prompts[name]),
             sampling=sampling,
             stop_token_ids=(7,),
             block_ids=blocks,

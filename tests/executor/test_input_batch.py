@@ -14,6 +14,7 @@ def new(
         request_id=request_id,
         token_ids=tokens,
         num_prompt_tokens=len(tokens),
+        num_reported_tokens=len(tokens),
         sampling=SamplingParams(seed=seed),
         stop_token_ids=(),
         block_ids=blocks,

@@ -17,7 +17,7 @@ from kitfox.kv_cache.manager import make_kv_cache_manager
 from kitfox.models import Model
 from kitfox.outputs import EngineOutput
 from kitfox.request import EngineRequest, FinishReason, SamplingParams
-from kitfox.step import ModelRunnerOutput, SchedulerOutput
+from kitfox.step import FilledBitmasks, ModelRunnerOutput, SchedulerOutput
 from kitfox.tracing import Tracer
 from tests.models.tiny_models import gemma3, llama, load_ours, random_prompt, save_checkpoint
 from tests.native import native_kernels, needs_native, torch_kernels
@@ -38,8 +38,8 @@ class RunnerAsExecutor:
         kv_caches = [model.kernels.make_kv_cache(*shape) for _ in range(config.num_layers)]
         self.runner = ModelRunner(model, kv_caches, max_num_seqs=8, max_model_len=128, block_size=BLOCK_SIZE, seed=0)
 
-    def execute(self, scheduled: SchedulerOutput) -> ModelRunnerOutput:
-        return self.runner.execute(scheduled)
+    def execute(self, scheduled: SchedulerOutput, bitmasks: FilledBitmasks | None = None) -> ModelRunnerOutput:
+        return self.runner.execute(scheduled, bitmasks)
 
 
 def make_core(model: Model, *, budget: int = 2048, num_blocks: int = 64, cache: str = "paged") -> EngineCore:

@@ -427,6 +427,7 @@ def first_tokens(runner: ModelRunner) -> dict[str, list[int]]:
         request_id="a",
         token_ids=random_prompt(20).tolist(),
         num_prompt_tokens=20,
+        num_reported_tokens=20,
         sampling=SamplingParams(temperature=0),
         stop_token_ids=(),
         block_ids=[3, 1],

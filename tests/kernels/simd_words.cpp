@@ -129,6 +129,7 @@ int main() {
   });
   test("exp2", [](f32 a, f32, f32) { return simd::exp2(min(set1(127.0f), a)); });
   test("bits", [](f32 a, f32 b, f32) { return static_cast<float>(bits(less(a, b))); });
+  test("from_bits", [](f32 a, f32 b, f32 c) { return select(from_bits(0xABCD0000u | bits(less(a, b))), c, a); });
   test("sum of doubles", [](f32 a, f32 b, f32 c) { return sum(add(add(add(zero_f64(), a), b), c)); });
   test("any", [](f32 a, f32 b, f32) { return any(is_nan(a)) + 2.0f * any(less(mul(a, a), b)); });
   test("sum", [](f32 a, f32, f32) { return sum(a); });

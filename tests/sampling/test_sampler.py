@@ -14,7 +14,7 @@ from torch import Tensor
 
 from kitfox.request import SamplingParams
 from kitfox.sampling import Sampler, SamplingRow, prompt_logprobs
-from kitfox.sampling.sampler import uniform
+from kitfox.sampling.sampler import Words, uniform
 
 
 def make_row(
@@ -24,6 +24,7 @@ def make_row(
     stop: tuple[int, ...] = (),
     position: int = 0,
     seed_key: int = 0,
+    allowed: Words | None = None,
     **sampling: Any,
 ) -> SamplingRow:
     return SamplingRow(
@@ -33,6 +34,7 @@ def make_row(
         stop_token_ids=stop,
         position=position,
         seed_key=seed_key,
+        allowed=allowed,
     )
 
 

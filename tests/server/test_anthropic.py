@@ -207,6 +207,8 @@ def test_what_nobody_reads_is_listed() -> None:
         ({"stop": "x"}, 400, "invalid_request_error", "stop is not a parameter of this endpoint"),
         ({"mcp_servers": [{"url": "x"}]}, 400, "invalid_request_error", "mcp_servers is not supported"),
         ({"output_config": {"format": {"type": "json_schema"}}}, 400, "invalid_request_error", "output_config.format"),
+        ({"output_config": {"format": {"type": "text"}}}, 400, "invalid_request_error", "output_config.format.type"),
+        ({"output_format": {"type": "json_schema", "schema": 1}}, 400, "invalid_request_error", "output_format.schema"),
         ({"thinking": {"type": "on"}}, 400, "invalid_request_error", "thinking.type"),
         ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, 400, "invalid_request_error", "tools[0].type"),
         ({"tools": [{"name": "f"}]}, 400, "invalid_request_error", "tools[0].input_schema"),

@@ -11,6 +11,7 @@ import pytest
 import tokenizers
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
+from kitfox.constraint import Reasoning
 from kitfox.errors import ConfigError, RequestError
 from kitfox.server.conversation import (
     Calling,
@@ -173,20 +174,32 @@ def test_a_system_message_takes_the_description_of_tools() -> None:
     assert text.endswith("[user]Hi")
 
 
-def test_a_forced_call_begins_with_the_dialect_s_tokens_after_the_reasoning() -> None:
-    template = "{% if tools %}{% endif %}{{ messages[0].content }}<tool_call></think><think>"
-    tokenizer = tokenizer_of(template, "<tool_call>", "</tool_call>")
-    prompt = encode(tokenizer, LOOP[:1], check_calling([TOOL], "required", parallel=True))
-    text = tokenizer.decode(prompt.token_ids, skip_special_tokens=False)
-    assert prompt.call_prefill == '<tool_call>\n{"name": "'
-    assert text.endswith("<think>\n</think>\n\n" + prompt.call_prefill)
-    assert prompt.token_ids.count(tokenizer.special_token_id("<tool_call>")) == 2
+@pytest.mark.parametrize(
+    ("end", "state", "reasoning"),
+    [
+        ("<think>\n", "open", Reasoning(opener="<think>", closer="</think>", is_open=True)),
+        ("<think>\n</think>\n", "over", None),
+        ("", "ahead", Reasoning(opener="<think>", closer="</think>")),
+    ],
+)
+def test_reasoning_that_the_template_opens_or_closes(end: str, state: str, reasoning: Reasoning | None) -> None:
+    tokenizer = tokenizer_of("{{ messages[0].content.split('</think>')[0] }}" + end)
+    prompt = encode(tokenizer, LOOP[:1])
+    assert prompt.reasoning == state
+    assert prompt.reasoning_before(ChatDialect.choose(tokenizer, "auto", "auto")) == reasoning
+    assert prompt.reasoning_before(ChatDialect.choose(tokenizer, "auto", "none")) is None
 
 
-def test_reasoning_that_the_template_opens_or_closes() -> None:
-    for end, opens in (("<think>\n", True), ("<think></think>", False), ("", False)):
-        template = "{{ messages[0].content.split('</think>')[0] }}" + end
-        assert encode(tokenizer_of(template), LOOP[:1]).opens_reasoning is opens
+@pytest.mark.parametrize(
+    ("begun", "state"),
+    [("<think>Hm", "open"), ("<think>Hm</think>Yes", "over"), ("Yes", "over"), (" ", "ahead")],
+)
+def test_reasoning_of_an_answer_that_goes_on(begun: str, state: str) -> None:
+    tokenizer = tokenizer_of("{% for m in messages %}{{ m.content }}{% endfor %}{# </think> #}")
+    fields = {"messages": [LOOP[0], {"role": "assistant", "content": begun}], "continue_final_message": True}
+    dialect = ChatDialect.choose(tokenizer, "auto", "auto")
+    prompt = asyncio.run(encode_conversation(tokenizer, dialect, msgspec.convert(fields, ChatRequest)))
+    assert prompt.reasoning == state
 
 
 def test_unknown_parsers_are_refused() -> None:

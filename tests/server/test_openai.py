@@ -61,7 +61,8 @@ def test_completion() -> None:
     counts = {"prompt_tokens": 2, "completion_tokens": num_tokens, "total_tokens": 2 + num_tokens}
     assert body["usage"] == counts | {"prompt_tokens_details": {"cached_tokens": 1}}
     rates = {"prefill_tokens_per_s": 5.0, "decode_tokens_per_s": 90.0}
-    assert body["timings"] == {"queue_s": 0.1, "prefill_s": 0.2, "decode_s": 0.3, "ttft_s": 0.3} | rates
+    guesses = {"draft_tokens": 0, "accepted_tokens": 0, "saved_s": 0.0}
+    assert body["timings"] == {"queue_s": 0.1, "prefill_s": 0.2, "decode_s": 0.3, "ttft_s": 0.3} | rates | guesses
     assert "ignored_parameters" not in body
 
 

@@ -103,11 +103,12 @@ def test_tool_calls() -> None:
         (HERMES, "<tool_call> no", {}, "stop"),
         (HERMES, CALL[:60], {}, "stop"),
         (HERMES, "I cannot.", {"tool_choice": "required"}, "stop"),
-        (HERMES, 'weather", "arguments": {"city": "Oslo"}}\n</tool_call>', {"tool_choice": "required"}, "tool_calls"),
+        (HERMES, TWO_CALLS, {"tool_choice": "required"}, "tool_calls"),
         ("", '{"name": "time", "arguments": {}}', {}, "tool_calls"),
         ("", '{"hour": 5}', {}, "stop"),
-        (HERMES, ' {"city": "Oslo"}}\n</tool_call>', {"tool_choice": NAMED}, "tool_calls"),
-        (HERMES, ' {"city": "Oslo"}}\n</tool_call>', {"tool_choice": NAMED, "max_tokens": 9}, "length"),
+        (HERMES, CALL, {"tool_choice": NAMED}, "tool_calls"),
+        (HERMES, CALL, {"tool_choice": NAMED, "max_tokens": 50}, "length"),
+        (THINKING, f"<think>\nHm.\n</think>\n\n{CALL}", {"tool_choice": NAMED}, "tool_calls"),
         (HERMES, call_of("{}"), {}, "tool_calls"),
         (HERMES, call_of('{"city": "mkdir -p test/{test1,test2"}'), {}, "tool_calls"),
         (HERMES, call_of(r'{"city": "{\"a\": [\"}\"]"}'), {}, "tool_calls"),
@@ -143,29 +144,6 @@ def test_arguments_stream_while_they_come() -> None:
     assert deltas[0]["function"]["name"] == "weather"
     assert all("id" not in delta for delta in deltas[1:])
     assert [c["choices"][0]["finish_reason"] for c in chunks[:-1]] == [None] * (len(chunks) - 1)
-
-
-def test_a_named_function_is_begun_for_the_model() -> None:
-    choice = {"type": "function", "function": {"name": "weather"}}
-    for tool_choice, prefill in (
-        (choice, b'<tool_call>\n{"name": "weather", "arguments":'),
-        ("required", b'<tool_call>\n{"name": "'),
-    ):
-        llm = speaking(HERMES, ' {"city": "Oslo"}}\n</tool_call>')
-        choice_of_answer = ask(llm, tool_choice=tool_choice)["choices"][0]
-        assert bytes(llm.seen[0][1]).endswith(b"[assistant]" + prefill)
-        if tool_choice == choice:
-            call = choice_of_answer["message"]["tool_calls"][0]
-            assert call["function"] == {"name": "weather", "arguments": '{"city": "Oslo"}'}
-            assert choice_of_answer["finish_reason"] == "tool_calls"
-
-
-def test_a_forced_call_that_is_none_comes_out_as_text() -> None:
-    llm = speaking(HERMES, " I cannot.")
-    choice = ask(llm, tool_choice={"type": "function", "function": {"name": "weather"}})["choices"][0]
-    assert choice["message"]["content"] == '<tool_call>\n{"name": "weather", "arguments": I cannot.'
-    assert "tool_calls" not in choice["message"]
-    assert choice["finish_reason"] == "stop"
 
 
 def test_one_call_at_a_time_ends_the_answer_in_the_engine() -> None:
@@ -258,8 +236,9 @@ def test_reasoning_on_request() -> None:
 def test_effort_goes_to_the_template_or_is_named_as_ignored() -> None:
     assert "ignored_parameters" not in ask(speaking(THINKING, "x"), reasoning_effort="none")
     assert ask(speaking(HERMES, "x"), reasoning_effort="low")["ignored_parameters"] == ["reasoning_effort"]
-    strict_tool = {"type": "function", "function": {"name": "time", "strict": True}}
-    assert ask(speaking(HERMES, "x"), tools=[strict_tool])["ignored_parameters"] == ["tools[].function.strict"]
+    body = {"messages": USER, "tools": [{"type": "function", "function": {"name": "time", "strict": True}}]}
+    answer = send_all(speaking(HERMES, "x"), [("POST", CHAT, body)], ServerOptions(tool_call_parser="none"))[0].json()
+    assert answer["ignored_parameters"] == ["tools[].function.strict"]
     body = {"messages": USER, "reasoning_effort": "low"}
     refusal = send_all(speaking(HERMES, "x"), [("POST", CHAT, body)], ServerOptions(strict=True))[0]
     assert (refusal.status_code, refusal.json()["error"]["param"]) == (400, "reasoning_effort")

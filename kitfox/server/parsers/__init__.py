@@ -110,11 +110,9 @@ class AnswerPart:
 class AnswerParser:
     """Reasoning first, then content and calls. Either parser may be missing."""
 
-    def __init__(self, reasoning: ReasoningParser | None, tools: ToolCallParser | None, call_prefill: str = ""):
-        """`call_prefill` is a beginning of the answer that the prompt has already."""
+    def __init__(self, reasoning: ReasoningParser | None, tools: ToolCallParser | None):
         self._reasoning = reasoning
         self._tools = tools
-        self._prefill = call_prefill
 
     @property
     def is_reasoning(self) -> bool:
@@ -143,8 +141,7 @@ class AnswerParser:
                 reasoning, text = reasoning + more, text + rest
         if self._tools is None:
             return AnswerPart(text, reasoning)
-        prefill, self._prefill = self._prefill, ""
-        parsed = self._tools.feed(prefill + text)
+        parsed = self._tools.feed(text)
         content, calls = parsed.content, parsed.calls
         if is_last:
             parsed = self._tools.finish()

@@ -14,6 +14,21 @@ from collections.abc import Callable, Generator, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, TypeVar
 
+from kitfox.constraint import (
+    ANY_JSON,
+    Alternatives,
+    Format,
+    JsonSchema,
+    Mark,
+    Regex,
+    Repeat,
+    Tag,
+    Text,
+    TriggeredTags,
+)
+from kitfox.server.parsers.values import one_of, sequence
+from kitfox.structured_output.schema import closed
+
 MAX_ARGUMENTS_DEPTH = 64  # as for request bodies
 
 _STRING_RUN = re.compile(r'[^"\\\x00-\x1f]*')
@@ -27,6 +42,7 @@ _CALL_MEMBERS = {"name", "arguments", "parameters", "type", "id"}
 T = TypeVar("T")
 Reading = Generator[None, None, T]  # ends with a T; yields whenever it needs more text
 Sink = Callable[[str], None]
+Functions = Mapping[str, Mapping[str, Any] | None]  # parameters by name; None leaves the arguments object free
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +61,44 @@ class Parsed:
 
     content: str = ""
     calls: list[ToolCallDelta] = field(default_factory=list)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CallBlock:
+    """A form of calls as a dialect writes them.
+
+    Attributes:
+        opener: what it begins with, a special token or text; "" where calls are the whole answer.
+        rest: what follows the opener, to the end of the last call.
+        when_forced: a model that has to call is held to this form, or one of these.
+        in_text: a model may begin it by itself, and what the opener begins is then this form.
+    """
+
+    opener: str
+    rest: Format
+    when_forced: bool = True
+    in_text: bool = True
+
+
+def repeated_call(call: Format, separator: str, max_calls: int | None) -> Format:
+    """Calls one after the other."""
+    return call if max_calls == 1 else Repeat(element=call, separator=separator, min_count=1, max_count=max_calls)
+
+
+def call_and_more(opener: str, call: Format, separator: str, max_calls: int | None) -> Format:
+    """What follows the first opener where each call has one."""
+    if max_calls == 1:
+        return call
+    return sequence(call, Repeat(element=sequence(Text(value=separator), Mark(value=opener), call)))
+
+
+def arguments_format(parameters: Mapping[str, Any] | None) -> JsonSchema:
+    """The arguments object as JSON, with named members only. A function that names no parameters has none."""
+    if parameters is None:
+        return ANY_JSON
+    if not parameters:
+        return JsonSchema(schema={"type": "object", "properties": {}, "additionalProperties": False})
+    return JsonSchema(schema=closed({"type": "object", **parameters}))
 
 
 class MalformedCallError(Exception):
@@ -153,7 +207,7 @@ class ToolCallParser:
             there only a function of the request counts as a call.
         marks: texts that may be special tokens, which must stay in the text.
         form: what a call looks like, to tell a model whose template does not.
-        prefill: beginning of an answer that is a call, up to the name; then what comes between name and arguments.
+        other_beginning: a regex for how an answer begins that is no call, where there are `first_openers`.
         num_complete: calls whose arguments have come to their end.
     """
 
@@ -161,7 +215,7 @@ class ToolCallParser:
     first_openers: ClassVar[tuple[str, ...]] = ()
     marks: ClassVar[tuple[str, ...]] = ()
     form: ClassVar[str] = '{"name": FUNCTION, "arguments": {PARAMETER: VALUE, ...}}'
-    prefill: ClassVar[tuple[str, str]] = ("", "")
+    other_beginning: ClassVar[str] = ""
 
     def __init__(self, schemas: Mapping[str, Mapping[str, Any]], max_calls: int | None = None) -> None:
         """`schemas` has the parameters of the request's functions; text after call number `max_calls` is dropped."""
@@ -175,6 +229,54 @@ class ToolCallParser:
         self._needs_known_name = False
         self._parsed = Parsed()
         self._reading = self._answer()
+
+    # ---- what may be written ------------------------------------------------------------------------------------
+
+    @classmethod
+    def calls_format(cls, functions: Functions, max_calls: int | None) -> Format:
+        """An answer that is calls of some functions and nothing else, at least one.
+
+        Raises:
+            UnsupportedParameterError: the dialect cannot be held to a function's parameters.
+        """
+        blocks = [block for block in cls._blocks(functions, max_calls) if block.when_forced]
+        return one_of(
+            [sequence(Mark(value=block.opener), block.rest) if block.opener else block.rest for block in blocks]
+        )
+
+    @classmethod
+    def text_format(cls, functions: Functions, max_calls: int | None) -> Format:
+        """A free answer in which what begins as a call is one, of some functions; behind it only more calls may come.
+
+        Raises:
+            UnsupportedParameterError: as for `calls_format`.
+        """
+        blocks = [block for block in cls._blocks(functions, max_calls) if block.in_text]
+        tags = [Tag(begin=block.opener, content=block.rest, end="") for block in blocks if block.opener]
+        triggers = [tag.begin for tag in tags]
+        text = TriggeredTags(triggers=triggers, tags=tags, stop_after_first=True)
+        first = [block.rest for block in blocks if not block.opener]
+        if not first:
+            return text
+        calls = TriggeredTags(triggers=triggers, tags=tags, at_least_one=True, stop_after_first=True)
+        return Alternatives(elements=[*first, calls, sequence(Regex(pattern=cls.other_beginning), text)])
+
+    @classmethod
+    def _blocks(cls, functions: Functions, max_calls: int | None) -> list[CallBlock]:
+        """The forms in which calls come, one at least for each opener."""
+        raise NotImplementedError
+
+    @classmethod
+    def _json_call_format(cls, functions: Functions, word: str = "arguments") -> Format:
+        """What `_json_call` reads: an object of a function's name and arguments."""
+        return one_of(
+            [
+                sequence(Text(value=f'{{"name": "{name}", "{word}": '), arguments_format(parameters), Text(value="}"))
+                for name, parameters in functions.items()
+            ]
+        )
+
+    # ---- the answer as it comes ---------------------------------------------------------------------------------
 
     def feed(self, text: str) -> Parsed:
         """Take the next text; returns what became certain."""
@@ -439,6 +541,19 @@ def from_json(encoded: str) -> Any:
     if isinstance(value, str):
         _require_unicode(value)
     return value
+
+
+def is_json(text: str) -> bool:
+    """Whether the text is one JSON value, with numbers of any length."""
+    try:
+        json.loads(text, parse_int=str, parse_float=str, parse_constant=_refuse_constant)
+    except (ValueError, RecursionError):
+        return False
+    return True
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(name)
 
 
 def to_json(value: Any) -> str:

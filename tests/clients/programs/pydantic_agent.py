@@ -1,9 +1,10 @@
-"""pydantic-ai's agent, plain and streamed."""
+"""pydantic-ai's agent: plain, streamed, and with an output type, by a call and by a schema."""
 
 import asyncio
 import sys
 
-from pydantic_ai import Agent
+from pydantic import BaseModel, ConfigDict, Field
+from pydantic_ai import Agent, NativeOutput, ToolOutput
 from pydantic_ai.models.openai import OpenAIChatModel
 from pydantic_ai.providers.openai import OpenAIProvider
 
@@ -19,4 +20,17 @@ async def streamed() -> str:
 
 
 assert asyncio.run(streamed()) == whole
+
+
+class Animal(BaseModel):
+    """An animal."""
+
+    model_config = ConfigDict(extra="forbid")  # or else a small model adds members until its tokens are used up
+    name: str = Field(max_length=12)
+    legs: int = Field(ge=0, le=8)
+
+
+for output_type in (NativeOutput(Animal), ToolOutput(Animal)):
+    filler = Agent(model, output_type=output_type, model_settings={"temperature": 0, "max_tokens": 100})
+    assert isinstance(filler.run_sync("Describe a fox.").output, Animal)
 print("ok")

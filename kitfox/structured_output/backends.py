@@ -1,0 +1,66 @@
+"""Which backend compiles a format."""
+
+from __future__ import annotations
+
+import threading
+
+from kitfox.constraint import Format, GrammarError
+from kitfox.structured_output.grammar import CompiledGrammar, GrammarCompiler
+from kitfox.structured_output.vocabulary import Vocabulary
+
+BACKEND_NAMES = ("auto", "llguidance", "xgrammar")
+
+
+def make_grammar_compiler(name: str, vocabulary: Vocabulary, *, max_whitespace: int) -> GrammarCompiler:
+    """The backend of that name.
+
+    Args:
+        name: of `BACKEND_NAMES`; "auto" is llguidance, and xgrammar for what llguidance refuses.
+        max_whitespace: most whitespace characters between two JSON tokens, where a request does not say.
+
+    Raises:
+        GrammarError: the backend is not installed.
+    """
+    if name == "xgrammar":
+        return _make_xgrammar(vocabulary, max_whitespace)
+    from kitfox.structured_output.llguidance_backend import LlguidanceCompiler
+
+    llguidance = LlguidanceCompiler(vocabulary, max_whitespace=max_whitespace)
+    if name == "llguidance":
+        return llguidance
+    assert name == "auto", f"no such backend: {name}"
+    return _AutoCompiler(llguidance, vocabulary, max_whitespace)
+
+
+class _AutoCompiler(GrammarCompiler):
+    """llguidance, and xgrammar for what it refuses; xgrammar is imported when that first happens."""
+
+    def __init__(self, first: GrammarCompiler, vocabulary: Vocabulary, max_whitespace: int):
+        self._first = first
+        self._second: GrammarCompiler | None = None
+        self._vocabulary = vocabulary
+        self._max_whitespace = max_whitespace
+        self._lock = threading.Lock()
+
+    def compile(self, format: Format) -> CompiledGrammar:
+        try:
+            return self._first.compile(format)
+        except GrammarError as error:
+            refusal = error
+        try:
+            with self._lock:
+                if self._second is None:
+                    self._second = _make_xgrammar(self._vocabulary, self._max_whitespace)
+            return self._second.compile(format)
+        except GrammarError as error:
+            if str(error) == str(refusal):
+                raise
+            raise GrammarError(f"{refusal}; {error}") from None
+
+
+def _make_xgrammar(vocabulary: Vocabulary, max_whitespace: int) -> GrammarCompiler:
+    try:
+        from kitfox.structured_output.xgrammar_backend import XgrammarCompiler
+    except ImportError:
+        raise GrammarError("xgrammar is not installed (pip install 'kitfox[xgrammar]')") from None
+    return XgrammarCompiler(vocabulary, max_whitespace=max_whitespace)
