@@ -476,7 +476,7 @@ HOSTILE["a schema nested 2000 deep"] = JsonSchema(schema=deep_schema(2000))
 HONOURED = {"repeats of repeats"}
 CHILD = """
 import sys
-from kitfox.structured_output.grammar import GrammarError
+from kitfox.constraint import GrammarError
 from kitfox.structured_output.schema import check_format
 from tests.contract.test_grammar import HOSTILE, allowed_by, compiled
 for name, format in HOSTILE.items():
