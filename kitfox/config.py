@@ -26,8 +26,8 @@ Pooling = Literal["mean", "last"]
 POOLINGS: tuple[Pooling, ...] = ("mean", "last")
 StructuredBackend = Literal["auto", "llguidance", "xgrammar"]
 STRUCTURED_BACKENDS: tuple[StructuredBackend, ...] = ("auto", "llguidance", "xgrammar")
-SpeculationMethod = Literal["none", "ngram", "suffix"]
-SPECULATION_METHODS: tuple[SpeculationMethod, ...] = ("none", "ngram", "suffix")
+SpeculationMethod = Literal["none", "ngram", "suffix", "draft", "self"]
+SPECULATION_METHODS: tuple[SpeculationMethod, ...] = ("none", "ngram", "suffix", "draft", "self")
 
 
 def _check(condition: bool, name: str, limit: str, given: object) -> None:
@@ -205,8 +205,8 @@ class SpeculationConfig:
     """Who guesses what answers go on with, several tokens ahead.
 
     Attributes:
-        method: "none", "ngram" (what followed the same words before, in the same request) or "suffix" (that, and past
-            traffic).
+        method: "none", "ngram" (what followed the same words before, in the same request), "suffix" (that, and past
+            traffic), "draft" (a second, smaller model) or "self" (the first layers of the model).
         num_draft_tokens: most guesses for one answer in one step.
         adaptive: guess only as far as it makes answers come sooner, by what steps cost and guesses were worth so far;
             off, always as far as the proposer has something to say.

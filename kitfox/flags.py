@@ -198,7 +198,7 @@ ACCESS, OBSERVING, PARALLEL, FEATURES, SPEED = "Access", "Observing", "Paralleli
 
 NOT_BUILT = "is not built yet"
 NO_PARALLEL = "several devices are not supported yet"
-NO_DRAFT_MODEL = "models that guess are not built yet: n-grams and suffixes are"
+NO_TREE = "trees of guesses are not built yet: an answer has one guess for each place"
 NO_LORA = "LoRA adapters are not built yet"
 NO_OFFLOAD = "offloading to other memory is not built yet"
 NO_CAPTURE = "captured or compiled steps are not built yet; kitfox runs eagerly"
@@ -888,7 +888,7 @@ FLAGS: tuple[Flag, ...] = (
     ),
     # -- known, not built: features
     Flag(
-        'guess several tokens ahead: a JSON object {"method": "ngram" or "suffix", "num_speculative_tokens": 8, ...}',
+        'guess several tokens ahead: a JSON object {"method": ..., "num_speculative_tokens": 8, ...}',
         SPEED,
         "--speculative-config -sc",
         "",
@@ -901,9 +901,15 @@ FLAGS: tuple[Flag, ...] = (
         "--spec-method",
         "--speculative-algorithm",
         "speculation.method",
-        lambda text: one_of(*SPECULATION_METHODS)(text.lower()),
+        lambda text: one_of(*SPECULATION_METHODS)(_speculation_method(text)),
     ),
-    Flag("draft model", FEATURES, "--spec-model", "--speculative-draft-model-path", unsupported=NO_DRAFT_MODEL),
+    Flag(
+        "the model that guesses, for the method draft: of the same vocabulary, smaller",
+        SPEED,
+        "--spec-model",
+        "--speculative-draft-model-path --speculative-draft-model",
+        "speculation.model",
+    ),
     Flag(
         "most guesses for one answer in one step",
         SPEED,
@@ -921,8 +927,15 @@ FLAGS: tuple[Flag, ...] = (
         switch=False,
     ),
     Flag("adaptive guessing is what kitfox does", SPEED, "", "--speculative-adaptive", switch=True),
-    Flag("draft steps", FEATURES, "", "--speculative-num-steps", unsupported=NO_DRAFT_MODEL),
-    Flag("draft tree", FEATURES, "", "--speculative-eagle-topk", unsupported=NO_DRAFT_MODEL),
+    Flag(
+        "most steps of the model that guesses, one guess each",
+        SPEED,
+        "",
+        "--speculative-num-steps",
+        "speculation.num_steps",
+        number(1, 64),
+    ),
+    Flag("several guesses for one place", FEATURES, "", "--speculative-eagle-topk", unsupported=NO_TREE, harmless=("1",)),
     Flag(
         "fewest tokens that must have occurred before, for n-grams",
         SPEED,
@@ -1389,34 +1402,50 @@ _VLLM_SPECULATION_OPTIONS = {
 }
 
 
+# What the settings of models that guess are called everywhere.
+_DRAFT_OPTIONS = ("model", "revision", "quantization", "max_model_len", "num_layers", "min_probability")
+_METHOD_NAMES = {"draft_model": "draft", "standalone": "draft"}
+
+
+def _speculation_method(name: str) -> str:
+    """As it is called here; vLLM and SGLang have names of their own."""
+    return _METHOD_NAMES.get(name.lower(), name.lower())
+
+
 def _settle_speculation(settings: dict[str, Any]) -> None:
     flag = "--speculative-config"
     options: dict[str, Any] = {}
     for name, value in (settings.pop("speculation.config", None) or {}).items():
         if name == "method":
-            if value not in SPECULATION_METHODS:
+            method = _speculation_method(value) if isinstance(value, str) else value
+            if method not in SPECULATION_METHODS:
                 raise ConfigError(f"{flag}: method must be one of {', '.join(SPECULATION_METHODS)}. Given: {value!r}")
-            settings.setdefault("speculation.method", value)
+            settings.setdefault("speculation.method", method)
         elif name == "num_speculative_tokens":
             if type(value) is not int or not 1 <= value <= 64:
                 raise ConfigError(f"{flag}: num_speculative_tokens must be in [1, 64]. Given: {value!r}")
             settings.setdefault("speculation.num_draft_tokens", value)
+        elif name in _DRAFT_OPTIONS:
+            options[name] = value
         elif name in _VLLM_SPECULATION_OPTIONS:
             options[_VLLM_SPECULATION_OPTIONS[name]] = value
         else:
-            known = ", ".join(("method", "num_speculative_tokens", *_VLLM_SPECULATION_OPTIONS))
+            known = ", ".join(("method", "num_speculative_tokens", *_DRAFT_OPTIONS, *_VLLM_SPECULATION_OPTIONS))
             raise ConfigError(f"{flag}: knows {known}. Given: {name}", param="speculative_config")
-    for name in ("min_length", "max_length"):
+    for name in ("min_length", "max_length", "model"):
         if f"speculation.{name}" in settings:
             options[name] = settings.pop(f"speculation.{name}")
-    if not options:
-        return
-    from kitfox.spec_decode.proposers import make_proposer
-
+    if "speculation.num_steps" in settings:  # SGLang counts the token that is known among those it verifies: this wins
+        settings["speculation.num_draft_tokens"] = settings.pop("speculation.num_steps")
+    if "model" in options:  # as in vLLM, where who names a draft model need not name a method
+        settings.setdefault("speculation.method", "draft")
     method = settings.get("speculation.method", "none")
+    if not options and method != "draft":  # which needs one
+        return
+    from kitfox.spec_decode.proposers import check_options
+
     try:
-        if method != "none":
-            make_proposer(method, **options)
+        check_options(method, options)
     except TypeError:
         raise ConfigError(
             f"{flag}: {method} has no setting {' and no '.join(options)}", param="speculative_config"

@@ -36,6 +36,7 @@ class EngineOutput(msgspec.Struct, kw_only=True, omit_defaults=True):
     Attributes:
         may_stop: for an answer held to a grammar that stop texts may end: whether it might have ended before each of
             the new tokens. Empty where it may end anywhere.
+        stop_reason: the last new token, where that ended it.
         num_cached_tokens: prompt tokens that came from the prefix cache.
         queue_time_s: from arrival to first being scheduled.
         prefill_time_s: from there to the first token.
@@ -52,7 +53,7 @@ class EngineOutput(msgspec.Struct, kw_only=True, omit_defaults=True):
     logprobs: list[TokenLogprobs] = []
     prompt_logprobs: list[TokenLogprobs] = []
     finish_reason: FinishReason | None = None
-    stop_reason: int | str | None = None
+    stop_reason: int | None = None
     num_cached_tokens: int = 0
     num_preemptions: int = 0
     queue_time_s: float = 0.0
@@ -136,6 +137,8 @@ class CompletionOutput(msgspec.Struct, kw_only=True):
     """One answer. In a stream, text and token_ids are what is new; offline they are the whole.
 
     Attributes:
+        stop_reason: the stop text, pattern or token of the request that ended it; None at the model's own end token.
+        end_token_id: the token that ended it, the last of token_ids; None where none did.
         num_preemptions: how often it lost its blocks to others so far.
     """
 
@@ -145,6 +148,7 @@ class CompletionOutput(msgspec.Struct, kw_only=True):
     logprobs: list[TokenLogprobs] | None = None
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
+    end_token_id: int | None = None
     num_preemptions: int = 0
 
 

@@ -294,7 +294,7 @@ class Request:
         self.unreported: list[tuple[int, bool]] = []
         self.ends_as: FinishReason | None = None
         self.finish_reason: FinishReason | None = None
-        self.stop_reason: int | str | None = None
+        self.stop_reason: int | None = None
 
     @property
     def num_tokens(self) -> int:

@@ -33,6 +33,7 @@ from kitfox.engine.client import (
 from kitfox.engine.core import EngineCore
 from kitfox.engine.scheduler import Scheduler
 from kitfox.kv_cache.manager import make_kv_cache_manager
+from kitfox.spec_decode.proposer import Proposer
 from kitfox.spec_decode.speculator import Speculator
 from kitfox.structured_output.manager import GrammarManager
 from kitfox.structured_output.vocabulary import Vocabulary
@@ -47,12 +48,26 @@ logger = logging.getLogger("kitfox.engine")
 GRAMMAR_POLL_MS = 1  # how often an idle engine looks whether a grammar is compiled
 
 
-def make_core(config: EngineConfig, executor: Executor, num_blocks: int, tracer: Tracer) -> EngineCore:
+def make_core(
+    config: EngineConfig, executor: Executor, num_blocks: int, tracer: Tracer, proposer: Proposer | None = None
+) -> EngineCore:
+    """proposer: of guesses, where the configuration's needs a model that is loaded already."""
     kv_cache = make_kv_cache_manager(config.cache, num_blocks)
     scheduler = Scheduler(config.scheduler, kv_cache, tracer, shares_prefixes=config.cache.organisation != "none")
     if config.speculation.method != "none":
-        scheduler.speculator = Speculator(config.speculation)
+        scheduler.speculator = Speculator(config.speculation, proposer or _self_proposer(config, executor, scheduler))
     return EngineCore(scheduler, executor, tracer)
+
+
+def _self_proposer(config: EngineConfig, executor: Executor, scheduler: Scheduler) -> Proposer | None:
+    if config.speculation.method != "self":
+        return None
+    from kitfox.executor.draft_model import make_self_proposer
+
+    def computed(request_id: str) -> tuple[int, list[int]]:
+        return scheduler.requests[request_id].num_computed_tokens, scheduler.kv_cache.block_ids(request_id)
+
+    return make_self_proposer(config, executor, computed)
 
 
 def use_vocabulary(core: EngineCore, config: EngineConfig, vocabulary: Vocabulary) -> None:
@@ -73,7 +88,14 @@ def load_core(
 
     on_phase("import torch", time.monotonic() - started)
     executor = Executor(config, model_config, path, num_blocks, on_phase)
-    return make_core(config, executor, num_blocks, Tracer(config.trace_capacity))
+    proposer: Proposer | None = None
+    if config.speculation.method == "draft":
+        from kitfox.executor.draft_model import make_draft_proposer
+
+        started = time.monotonic()
+        proposer = make_draft_proposer(config, model_config, path, num_blocks)
+        on_phase("load draft model", time.monotonic() - started)
+    return make_core(config, executor, num_blocks, Tracer(config.trace_capacity), proposer)
 
 
 def run_engine(config: EngineConfig, num_blocks: int, requests_address: str, replies_address: str) -> None:

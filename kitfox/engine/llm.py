@@ -266,7 +266,7 @@ def _merge(wholes: dict[str, RequestOutput], delta: RequestOutput) -> None:
         if piece.logprobs is not None:
             answer.logprobs = (answer.logprobs or []) + piece.logprobs
         answer.finish_reason = piece.finish_reason
-        answer.stop_reason = piece.stop_reason
+        answer.stop_reason, answer.end_token_id = piece.stop_reason, piece.end_token_id
     whole.prompt_logprobs = delta.prompt_logprobs or whole.prompt_logprobs
     whole.embedding = delta.embedding
     whole.finished = delta.finished

@@ -242,13 +242,13 @@ class OutputProcessor:
         state.prompt_logprobs.extend(output.prompt_logprobs)
         sampling = state.sampling
         delta = CompletionOutput(index=answer.index, num_preemptions=output.num_preemptions)
-        ended_by_token = output.finish_reason is FinishReason.STOP and output.stop_reason is not None
+        end_token_id = output.stop_reason if output.finish_reason is FinishReason.STOP else None
         repeats = False
         text = ""
         for position, token_id in enumerate(output.new_token_ids):
             delta.token_ids.append(token_id)
             answer.num_tokens += 1
-            is_stop_token = ended_by_token and position == len(output.new_token_ids) - 1
+            is_stop_token = end_token_id is not None and position == len(output.new_token_ids) - 1
             if is_stop_token and not (sampling.include_stop_str_in_output and not sampling.skip_special_tokens):
                 break
             new_text = answer.detokenizer.add([token_id])
@@ -264,8 +264,9 @@ class OutputProcessor:
             delta.finish_reason = FinishReason.REPETITION if repeats else output.finish_reason
             if repeats:
                 delta.stop_reason = "repetition_detected"
-            elif output.stop_reason in sampling.stop_token_ids:
-                delta.stop_reason = output.stop_reason
+            else:
+                delta.end_token_id = end_token_id
+                delta.stop_reason = end_token_id if end_token_id in sampling.stop_token_ids else None
         if answer.stops.matched is not None:
             delta.finish_reason, delta.stop_reason = FinishReason.STOP, answer.stops.matched
         if output.error is not None:

@@ -7,6 +7,7 @@ import logging
 import os
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -55,15 +56,16 @@ class Executor:
         started = time.monotonic()
         self._num_layers = model_config.num_layers
         self._kv_shape = (num_blocks, config.cache.block_size, model_config.num_kv_heads, model_config.head_dim)
-        self.runner = ModelRunner(
-            self.model,
-            self._make_kv_caches(),
+        self._make_runner = partial(
+            ModelRunner,
             max_num_seqs=config.scheduler.max_num_seqs,
             max_model_len=resolve_max_model_len(config, model_config),
             block_size=config.cache.block_size,
             seed=config.model.seed,
             enforce_eager=config.device.enforce_eager,
         )
+        self.runner = self._make_runner(self.model, self._make_kv_caches())
+        self._partial_runners: list[ModelRunner] = []
         on_phase("allocate and capture", time.monotonic() - started)
         logger.info(self.description)
 
@@ -84,9 +86,15 @@ class Executor:
         """Run one step; blocks until its tokens are known."""
         return self.runner.execute(scheduled, bitmasks)
 
+    def first_layers(self, count: int) -> ModelRunner:
+        """A runner of the model's first `count` layers, over their part of the same KV cache."""
+        runner = self._make_runner(self.model.first_layers(count), self.runner.kv_caches)
+        self._partial_runners.append(runner)
+        return runner
+
     def release_kv_cache(self) -> None:
         """Give the KV cache's memory back, with what is in it; no tokens until `restore_kv_cache`."""
-        self.runner.use_kv_caches([])
+        self._use_kv_caches([])
         gc.unfreeze()  # a recorded forward pass is full of cycles, and was frozen with all that was loaded
         gc.collect()
         gc.freeze()
@@ -95,7 +103,11 @@ class Executor:
 
     def restore_kv_cache(self) -> None:
         """Take as much memory again, empty."""
-        self.runner.use_kv_caches(self._make_kv_caches())
+        self._use_kv_caches(self._make_kv_caches())
+
+    def _use_kv_caches(self, kv_caches: list[torch.Tensor]) -> None:
+        for runner in (self.runner, *self._partial_runners):
+            runner.use_kv_caches(kv_caches)
 
     def _make_kv_caches(self) -> list[torch.Tensor]:
         return [self.kernels.make_kv_cache(*self._kv_shape) for _ in range(self._num_layers)]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
+from typing import Self
 
 import torch
 from torch import Tensor, nn
@@ -59,6 +61,12 @@ class Model(nn.Module, ABC):
         for index, layer in enumerate(self.layers):
             x = layer(x, batch, self.table_of(index))
         return self.norm(x)
+
+    def first_layers(self, count: int) -> Self:
+        """A model of the first `count` layers, with the norm and the head of all: the same weights, not copies."""
+        early = copy.copy(self)
+        early._modules = {**self._modules, "layers": self.layers[:count]}
+        return early
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """hidden [n, hidden] to [n, V] float32."""

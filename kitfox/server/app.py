@@ -67,6 +67,7 @@ LAST_BYTES_S = 5  # for answers that are complete but not yet sent when the engi
 KEEP_ALIVE_S = 65  # longer than the usual load balancer's 60, so that it never reuses a closing connection
 CLIENT_CLOSED_REQUEST = 499  # nobody reads it; the access log does
 MAX_REQUEST_ID_HEADER_CHARS = 128
+TOKENIZER_CLASS = {"tokenizer_class": "PreTrainedTokenizerFast"}  # what reads any model's tokenizer in transformers
 
 T = TypeVar("T")
 
@@ -336,7 +337,7 @@ def _add_tokenizer_routes(app: FastAPI, generator: Generator, max_body_bytes: in
     @app.get("/tokenizer_info")
     async def tokenizer_info() -> Response:
         """What a client needs to make the same prompts: special tokens, the chat template."""
-        return json_response(llm.tokenizer.info)
+        return json_response(TOKENIZER_CLASS | llm.tokenizer.info)
 
 
 def _add_model_routes(app: FastAPI, llm: AsyncLLM) -> None:

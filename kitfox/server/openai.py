@@ -209,8 +209,6 @@ def make_sampling(
 ) -> SamplingParams:
     """`SamplingParams` of a request, with `defaults` for what it leaves out; they raise InvalidParameterError."""
     wanted = {name: getattr(fields, name) for name in DEFAULTED_FIELDS}
-    if fields.logprob_token_ids and logprobs is None:
-        logprobs = 0
     return SamplingParams(
         **{
             name: defaults[name] if value is None else value
@@ -240,6 +238,11 @@ def make_sampling(
         repetition_detection=fields.repetition_detection,
         constraint=constraint,
     )
+
+
+def _num_top_logprobs(fields: GenerationFields, asked: int | None) -> int | None:
+    """How many of the likeliest tokens to report with an answer: logprob_token_ids are reported instead of them."""
+    return 0 if fields.logprob_token_ids and (asked is None or asked >= -1) else asked
 
 
 def _parse_logit_bias(by_name: dict[str, float]) -> dict[int, float]:
@@ -304,6 +307,7 @@ class Piece:
     token_ids: list[int] = field(default_factory=list)
     finish_reason: str | None = None
     stop_reason: int | str | None = None
+    end_token_id: int | None = None
     prompt_token_ids: list[int] | None = None
     prompt_text: str | None = None
     prompt_logprobs: list[Any] | None = None
@@ -322,6 +326,7 @@ class Piece:
                     self.logprobs[name] += values
         if later.finish_reason is not None:
             self.finish_reason, self.stop_reason = later.finish_reason, later.stop_reason
+            self.end_token_id = later.end_token_id
 
 
 class _AnswerState:
@@ -384,6 +389,7 @@ class PieceMaker:
             piece.token_ids = answer.token_ids
         if answer.finish_reason is not None:
             piece.finish_reason, piece.stop_reason = answer.finish_reason.value, answer.stop_reason
+            piece.end_token_id = answer.end_token_id
         parser = state.parser
         may_call = answer.finish_reason is FinishReason.STOP or (parser is not None and parser.is_done)
         if parser is not None and may_call and parser.num_complete_calls:
@@ -475,9 +481,11 @@ class PieceMaker:
         logprobs["top_logprobs"].append(top)
 
     def _chat_entry(self, entry: TokenLogprobs) -> dict[str, Any]:
-        tops = self._alternatives(entry).items()
+        tops = self._alternatives(entry)
+        if self._job.sampling.logprob_token_ids:
+            tops = {entry.token_id: entry.logprob} | tops
         made = self._chat_token(entry.token_id, entry.logprob)
-        made["top_logprobs"] = [self._chat_token(token_id, logprob) for token_id, logprob in tops]
+        made["top_logprobs"] = [self._chat_token(token_id, logprob) for token_id, logprob in tops.items()]
         return made
 
     def _chat_token(self, token_id: int, logprob: float) -> dict[str, Any]:
@@ -485,7 +493,7 @@ class PieceMaker:
         return {"token": self._token_name(token_id), "logprob": _finite(logprob), "bytes": list(token_bytes)}
 
     def _alternatives(self, entry: TokenLogprobs) -> dict[int, float]:
-        """The most likely tokens, best first, then those that the request named."""
+        """The most likely tokens that were asked for, best first, then those that the request named."""
         named = zip(self._job.sampling.logprob_token_ids, entry.named_logprobs, strict=True)
         return dict(zip(entry.top_ids, entry.top_logprobs, strict=True)) | dict(named)
 
@@ -519,9 +527,8 @@ def _shown_logprobs(answer: CompletionOutput, job: OpenAIJob) -> list[TokenLogpr
     if job.echo_logprobs:
         return entries
     sampling = job.sampling
-    ended_by_token = answer.finish_reason is FinishReason.STOP and not isinstance(answer.stop_reason, str)
     stop_token_is_text = sampling.include_stop_str_in_output and not sampling.skip_special_tokens
-    if ended_by_token and not stop_token_is_text and len(entries) == len(answer.token_ids):
+    if answer.end_token_id is not None and not stop_token_is_text and len(entries) == len(answer.token_ids):
         return entries[:-1]
     return entries
 
@@ -643,7 +650,9 @@ class Reply:
     def _choice_end(self, piece: Piece) -> dict[str, Any]:
         end: dict[str, Any] = {"finish_reason": piece.finish_reason}
         if piece.finish_reason is not None:
-            end["stop_reason"] = end["matched_stop"] = piece.stop_reason  # vLLM's name and SGLang's
+            # vLLM's name, and SGLang's, which tells of the model's own end token too.
+            end["stop_reason"] = piece.stop_reason
+            end["matched_stop"] = piece.stop_reason if piece.end_token_id is None else piece.end_token_id
         if self._job.return_token_ids:
             end["token_ids"] = piece.token_ids
         return end
@@ -767,7 +776,7 @@ class OpenAIService:
             fields,
             defaults,
             max_tokens=max_tokens,
-            logprobs=fields.logprobs,
+            logprobs=_num_top_logprobs(fields, fields.logprobs),
             prompt_logprobs=prompt_logprobs,
             constraint=requested_constraint(fields),
         )
@@ -810,7 +819,7 @@ class OpenAIService:
             fields,
             self._llm.default_sampling_params,
             max_tokens=max_tokens,
-            logprobs=logprobs,
+            logprobs=_num_top_logprobs(fields, logprobs),
             prompt_logprobs=fields.prompt_logprobs,
             constraint=requested_constraint(fields, format_param=format_param),
         )

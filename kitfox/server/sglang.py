@@ -389,8 +389,7 @@ class _Growing:
     def _finish(self, delta: CompletionOutput) -> dict[str, Any]:
         reason = delta.finish_reason
         if reason is FinishReason.STOP:
-            matched = delta.stop_reason if delta.stop_reason is not None else self._token_ids[-1]
-            return {"type": "stop", "matched": matched}
+            return {"type": "stop", "matched": delta.stop_reason if delta.end_token_id is None else delta.end_token_id}
         if reason is FinishReason.LENGTH:
             return {"type": "length", "length": len(self._token_ids)}
         if reason is FinishReason.ABORT:

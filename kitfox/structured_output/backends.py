@@ -48,14 +48,21 @@ class _AutoCompiler(GrammarCompiler):
         except GrammarError as error:
             refusal = error
         try:
-            with self._lock:
-                if self._second is None:
-                    self._second = _make_xgrammar(self._vocabulary, self._max_whitespace)
-            return self._second.compile(format)
+            return self._xgrammar().compile(format)
         except GrammarError as error:
             if str(error) == str(refusal):
                 raise
             raise GrammarError(f"{refusal}; {error}") from None
+
+    def build(self, notation: str) -> CompiledGrammar:
+        backend = self._xgrammar() if notation.startswith("xgrammar:") else self._first
+        return backend.build(notation)
+
+    def _xgrammar(self) -> GrammarCompiler:
+        with self._lock:
+            if self._second is None:
+                self._second = _make_xgrammar(self._vocabulary, self._max_whitespace)
+            return self._second
 
 
 def _make_xgrammar(vocabulary: Vocabulary, max_whitespace: int) -> GrammarCompiler:

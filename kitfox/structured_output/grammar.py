@@ -55,7 +55,14 @@ class Grammar(ABC):
 
 
 class CompiledGrammar(ABC):
-    """A format compiled for one vocabulary; shared between requests and safe to use from several threads."""
+    """A format compiled for one vocabulary; shared between requests and safe to use from several threads.
+
+    Attributes:
+        notation: what `GrammarCompiler.build` makes it of again, in another process too: the backend's name, a colon,
+            and the format as that writes it.
+    """
+
+    notation: str
 
     @abstractmethod
     def start(self) -> Grammar:
@@ -72,8 +79,16 @@ class GrammarCompiler(ABC):
 
     @abstractmethod
     def compile(self, format: Format) -> CompiledGrammar:
-        """Compile a format whose limits on size were checked.
+        """Compile a format whose limits on size were checked. Part of that is Python, and slow for large schemas.
 
         Raises:
             GrammarError: it is not one, or this backend does not honour every part of it exactly.
+        """
+
+    @abstractmethod
+    def build(self, notation: str) -> CompiledGrammar:
+        """Compile again what was compiled before: the native part of it, which lets other threads run.
+
+        Raises:
+            GrammarError: as `compile`.
         """

@@ -22,13 +22,14 @@ from kitfox.structured_output.backends import make_grammar_compiler
 from kitfox.structured_output.grammar import BitmaskRow, CompiledGrammar, GrammarCompiler
 from kitfox.structured_output.retokenizing import Retokenizer
 from kitfox.structured_output.vocabulary import Vocabulary
-from kitfox.structured_output.worker import Worker, WorkerOptions
+from kitfox.structured_output.worker import CompileLimitError, Worker, WorkerOptions
 
 logger = logging.getLogger("kitfox.engine")
 
 MAX_PARALLEL_COMPILES = 4  # a heavy grammar keeps a worker for up to the deadline: the next ones need another
 MAX_CACHED_BYTES = 512 * 2**20
 MAX_CACHED_REFUSALS = 1024
+RETRY_AFTER_S = 60.0  # a machine that was too busy once need not be so always; a hostile client gets no more than this
 
 
 class ToFill(NamedTuple):
@@ -112,6 +113,7 @@ class GrammarManager:
         self._pending: dict[str, tuple[Constraint, Future[CompiledGrammar]]] = {}
         self._answers: dict[str, AnswerGrammar] = {}
         self._lock = threading.Lock()
+        self._limit_reached_at_s: dict[bytes, float] = {}  # when formats last took too long or too much memory
         self._cache: OrderedDict[bytes, Future[CompiledGrammar]] = OrderedDict()
         # Reading a vocabulary takes its time; the first request should not have to wait for it.
         self._compiler: Future[GrammarCompiler] = self._compiling.submit(
@@ -182,23 +184,30 @@ class GrammarManager:
         key = msgspec.msgpack.encode(format)
         with self._lock:
             known = self._cache.get(key)
-            if known is not None:
+            if known is not None and not self._is_worth_another_try(key):
                 self._cache.move_to_end(key)
                 self.stats.num_cache_hits += 1
                 return known
-            compiled = self._cache[key] = self._compiling.submit(self._compile, format)
+            self._limit_reached_at_s.pop(key, None)
+            compiled = self._cache[key] = self._compiling.submit(self._compile, key, format)
         compiled.add_done_callback(lambda _: self._forget_oldest())
         return compiled
 
-    def _compile(self, format: Format) -> CompiledGrammar:
+    def _is_worth_another_try(self, key: bytes) -> bool:
+        failed_at_s = self._limit_reached_at_s.get(key)
+        return failed_at_s is not None and time.monotonic() - failed_at_s > RETRY_AFTER_S
+
+    def _compile(self, key: bytes, format: Format) -> CompiledGrammar:
         """On a thread of `_compiling`."""
         started = time.monotonic()
         try:
-            self._worker().check(format, self._config.compile_timeout_s)
-            grammar = self._compiler.result().compile(format)
+            notation = self._worker().compile(format, self._config.compile_timeout_s)
+            grammar = self._compiler.result().build(notation)
             self._retokenizer.result()
         except Exception as error:
             self.stats.num_refused += 1
+            if isinstance(error, CompileLimitError):
+                self._limit_reached_at_s[key] = time.monotonic()
             if isinstance(error, GrammarError):
                 raise
             logger.exception("a grammar could not be compiled")
@@ -228,6 +237,7 @@ class GrammarManager:
                 del self._cache[key]
             for key in refused[: max(len(refused) - MAX_CACHED_REFUSALS, 0)]:
                 del self._cache[key]
+                self._limit_reached_at_s.pop(key, None)
 
     # ---- masks --------------------------------------------------------------------------------------------------
 
@@ -262,7 +272,7 @@ class GrammarManager:
         self._filling.shutdown(wait=False, cancel_futures=True)
         with self._lock:
             for worker in self._workers:
-                worker.stop()
+                worker.end()
 
 
 def _make_way() -> None:

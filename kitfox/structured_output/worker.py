@@ -1,7 +1,8 @@
 """The process that tries a grammar out before the engine has anything to do with it.
 
 A native compiler cannot be interrupted, may take all memory, and may crash: here that costs a process and no request
-but its own. A format that was compiled here, within its deadline, is safe to compile again beside running steps.
+but its own. What was compiled here, within its deadline, is safe to build again beside running steps: the engine gets
+it in the backend's notation, for the Python that writes that would hold up its steps.
 """
 
 from __future__ import annotations
@@ -30,9 +31,10 @@ class WorkerOptions(msgspec.Struct, frozen=True, kw_only=True):
     memory_bytes: int
 
 
-class Verdict(msgspec.Struct, frozen=True):
-    """What came of a format; `problem` is empty where it compiles."""
+class Verdict(msgspec.Struct, frozen=True, kw_only=True):
+    """What came of a format: how to build it, or the problem with it."""
 
+    notation: str = ""
     problem: str = ""
 
 
@@ -56,13 +58,14 @@ def run_worker(pipe: Connection) -> None:
             format = decoder.decode(pipe.recv_bytes())
         except EOFError:
             return
-        verdict = Verdict()
         try:
-            compiler.compile(format).start().fill_bitmask(row)
+            compiled = compiler.compile(format)
+            compiled.start().fill_bitmask(row)
+            verdict = Verdict(notation=compiled.notation)
         except GrammarError as error:
-            verdict = Verdict(str(error))
+            verdict = Verdict(problem=str(error))
         except MemoryError:
-            verdict = Verdict("it takes too much memory to compile")
+            verdict = Verdict(problem="it takes too much memory to compile")
 
 
 def _limit_memory(memory_bytes: int) -> None:
@@ -76,20 +79,28 @@ def _limit_memory(memory_bytes: int) -> None:
         pass  # the deadline is the only limit then
 
 
+class CompileLimitError(GrammarError):
+    """A format that may compile on a better day."""
+
+
 class Worker:
-    """A worker process from the outside. Not to be shared between threads."""
+    """A worker process from the outside. One thread compiles with it; another may end it."""
 
     def __init__(self, options: WorkerOptions):
         self._options = options
         self._process: subprocess.Popen[bytes] | None = None
         self._pipe: Connection | None = None
+        self._is_ended = False
 
-    def check(self, format: Format, timeout_s: float) -> None:
+    def compile(self, format: Format, timeout_s: float) -> str:
         """Have a format compiled, in a new process if there is none or the last one is gone.
 
+        Returns:
+            The notation to build it of here.
+
         Raises:
-            GrammarError: it cannot be compiled: what is wrong with it, or that it took too long, too much memory or the
-                process with it.
+            GrammarError: what is wrong with it. CompileLimitError: it took too long, too much memory or the process
+                with it.
         """
         if self._process is None or self._process.poll() is not None:
             self._start()
@@ -97,17 +108,18 @@ class Worker:
         try:
             self._pipe.send_bytes(msgspec.msgpack.encode(format))
             if not self._pipe.poll(timeout_s):
-                self.stop()
-                raise GrammarError(f"it takes longer than {timeout_s:g} s to compile (--grammar-timeout)")
+                self._stop()
+                raise CompileLimitError(f"it takes longer than {timeout_s:g} s to compile (--grammar-timeout)")
             verdict = self._receive()
         except (EOFError, OSError):
-            self.stop()
-            raise GrammarError("it takes too much memory to compile, or crashes the compiler") from None
+            self._stop()
+            raise CompileLimitError("it takes too much memory to compile, or crashes the compiler") from None
         if verdict.problem:
             raise GrammarError(verdict.problem)
+        return verdict.notation
 
     def _start(self) -> None:
-        self.stop()
+        self._stop()
         self._pipe, theirs = Pipe()
         with theirs:
             # Not a multiprocessing child: those run the caller's own program again, which may have no guard for that.
@@ -117,6 +129,8 @@ class Worker:
                 stdin=subprocess.DEVNULL,
             )
         try:
+            if self._is_ended:
+                raise EOFError
             self._pipe.send_bytes(msgspec.msgpack.encode(self._options))
             is_ready = self._pipe.poll(START_TIMEOUT_S)
             if is_ready:
@@ -124,21 +138,28 @@ class Worker:
         except (EOFError, OSError):
             is_ready = False
         if not is_ready:
-            self.stop()
-            raise GrammarError("the process that compiles grammars does not start; the server's log says why")
+            self._stop()
+            raise CompileLimitError("the process that compiles grammars does not start; the server's log says why")
 
     def _receive(self) -> Verdict:
         assert self._pipe is not None
         return msgspec.msgpack.decode(self._pipe.recv_bytes(), type=Verdict)
 
-    def stop(self) -> None:
-        """End the process at once."""
+    def _stop(self) -> None:
         if self._process is not None:
             self._process.kill()
             self._process.wait()
         if self._pipe is not None:
             self._pipe.close()
         self._process = self._pipe = None
+
+    def end(self) -> None:
+        """End the process at once, and start no other; what is being compiled fails."""
+        self._is_ended = True
+        process = self._process
+        if process is not None:
+            process.kill()
+            process.wait()
 
 
 if __name__ == "__main__":

@@ -87,9 +87,13 @@ class XgrammarCompiler(GrammarCompiler):
         check_format(format)
         translation = _Translation(self._vocabulary, self._max_whitespace)
         structure = translation.structure(format)
+        return self.build("xgrammar:" + json.dumps({"format": structure, "marks": sorted(translation.marks)}))
+
+    def build(self, notation: str) -> CompiledGrammar:
+        written = json.loads(notation.removeprefix("xgrammar:"))
         allowed = self._text_tokens.copy()
-        allowed[list(translation.marks)] = True
-        compiled = XgrammarCompiledGrammar(_compile(self._compiler, structure), allowed)
+        allowed[written["marks"]] = True
+        compiled = XgrammarCompiledGrammar(_compile(self._compiler, written["format"]), allowed, notation)
         start = compiled.start()
         row = np.empty(self._vocabulary.num_mask_words, np.int32)
         start.fill_bitmask(row)
@@ -340,8 +344,9 @@ def _checked_ebnf(grammar: str) -> str:
 class XgrammarCompiledGrammar(CompiledGrammar):
     """A compiled grammar, and which tokens it may allow at all."""
 
-    def __init__(self, compiled: xgrammar.CompiledGrammar, allowed: np.ndarray):
+    def __init__(self, compiled: xgrammar.CompiledGrammar, allowed: np.ndarray, notation: str):
         """allowed: [32 * words] bool, a token each."""
+        self.notation = notation
         self._compiled = compiled
         self._allowed = allowed
         self._allowed_bits = np.packbits(allowed, bitorder="little").view("<i4").astype(np.int32, copy=False)

@@ -25,8 +25,9 @@ class FakeExecutor:
 
     description = "fake"
 
-    def __init__(self, next_token: NextToken = successor):
+    def __init__(self, next_token: NextToken = successor, block_size: int = 4):
         self.next_token = next_token
+        self.block_size = block_size
         self.token_ids: dict[str, list[int]] = {}
         self.block_ids: dict[str, list[int]] = {}
         self.steps: list[SchedulerOutput] = []
@@ -59,12 +60,18 @@ class FakeExecutor:
         sampled: dict[str, list[int]] = {}
         for request_id, num_tokens in scheduled.num_scheduled_tokens.items():
             tokens = self.token_ids[request_id]
-            end = computed[request_id] + num_tokens
+            draft = scheduled.draft_token_ids.get(request_id, [])
+            end = computed[request_id] + num_tokens - len(draft)
             assert end <= len(tokens), "more tokens scheduled than there are"
+            assert end == len(tokens) or not draft, "guesses without the tokens before them"
+            assert len(self.block_ids[request_id]) * self.block_size >= end + len(draft), "no room for them"
             if end == len(tokens):
-                token = self.next_token(request_id, tokens)
-                tokens.append(token)
-                sampled[request_id] = [token]
+                for expected in (*draft, None):
+                    token = self.next_token(request_id, tokens)
+                    tokens.append(token)
+                    sampled.setdefault(request_id, []).append(token)
+                    if token != expected:
+                        break
         return ModelRunnerOutput(sampled_token_ids=sampled)
 
 
@@ -80,7 +87,9 @@ def make_core(
     kv_cache = make_kv_cache_manager(CacheConfig(organisation=cache, block_size=block_size), num_blocks)  # type: ignore[arg-type]
     config = SchedulerConfig(**{"max_num_batched_tokens": 2048, **scheduler})  # type: ignore[arg-type]
     return EngineCore(
-        Scheduler(config, kv_cache, tracer, shares_prefixes=cache != "none"), FakeExecutor(next_token), tracer
+        Scheduler(config, kv_cache, tracer, shares_prefixes=cache != "none"),
+        FakeExecutor(next_token, block_size),
+        tracer,
     )
 
 

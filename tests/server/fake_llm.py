@@ -83,6 +83,7 @@ class FakeAsyncLLM:
         tokens_per_delta: how many tokens a step brings.
         hold: while set to an Event that is not set, streams wait after their first delta.
         fail_after: raise `failure` in the stream after so many deltas.
+        ends_by_token: an answer's last token is EOS; without it nothing says why it ends there.
     """
 
     def __init__(self, *, reply: str = REPLY, tokens_per_delta: int = 1, max_model_len: int = MAX_MODEL_LEN):
@@ -104,6 +105,7 @@ class FakeAsyncLLM:
         self.tokens_per_delta = tokens_per_delta
         self.hold: asyncio.Event | None = None
         self.fail_after: int | None = None
+        self.ends_by_token = True
         self.failure: Exception = EngineDeadError("the engine failed")
         self.refusal: KitfoxError | None = None
         self.num_cached_tokens = 0
@@ -277,7 +279,7 @@ class FakeAsyncLLM:
     def _answer(self, index: int, sampling: SamplingParams, max_tokens: int) -> list[CompletionOutput]:
         """All deltas of one answer; knowing the future, it holds back just what a stop string will cut."""
         source = (str(index) if index else "") + self.reply
-        tokens = [*source.encode(), EOS][:max_tokens]
+        tokens = [*source.encode(), *([EOS] if self.ends_by_token else [])][:max_tokens]
         text = bytes(t for t in tokens if t != EOS).decode("utf-8", "replace")
         matches = [(text.find(stop) + len(stop), text.find(stop), stop) for stop in sampling.stop if stop in text]
         end, cut, stop = min(matches, default=(len(text) + 1, len(text), None))
@@ -294,7 +296,9 @@ class FakeAsyncLLM:
             if num_decoded >= end:
                 delta.finish_reason, delta.stop_reason = FinishReason.STOP, stop
             elif is_last:
-                delta.finish_reason = FinishReason.STOP if new and new[-1] == EOS else FinishReason.LENGTH
+                delta.end_token_id = EOS if new and new[-1] == EOS else None
+                is_whole = len(tokens) < max_tokens or delta.end_token_id == EOS
+                delta.finish_reason = FinishReason.STOP if is_whole else FinishReason.LENGTH
             if sampling.logprobs is not None:
                 delta.logprobs = [_logprobs(t, sampling.logprobs, sampling) for t in new]
             deltas.append(delta)

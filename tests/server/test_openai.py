@@ -55,7 +55,7 @@ def test_completion() -> None:
     assert body["id"].startswith("cmpl-")
     assert body["object"] == "text_completion"
     assert body["model"] == "alias"
-    end = {"finish_reason": "stop", "stop_reason": None, "matched_stop": None}
+    end = {"finish_reason": "stop", "stop_reason": None, "matched_stop": EOS}
     assert body["choices"] == [{"index": 0, "text": REPLY, "logprobs": None} | end]
     num_tokens = len(REPLY.encode()) + 1
     counts = {"prompt_tokens": 2, "completion_tokens": num_tokens, "total_tokens": 2 + num_tokens}
@@ -311,13 +311,35 @@ def test_what_a_request_leaves_out_is_the_model_s_default(path: str) -> None:
     assert send(llm, "GET", "/server_info").json()["default_sampling_params"] == llm.default_sampling_params
 
 
-def test_named_tokens_are_in_the_logprobs() -> None:
-    fields = {"logprobs": 1, "logprob_token_ids": [65, 84], "max_tokens": 1}
+def test_what_ended_an_answer_is_named_as_both_engines_name_it() -> None:
+    def ends(**fields: Any) -> set[tuple[Any, ...]]:
+        chunk = chunks_of(CHAT, **fields)[-1]["choices"][0]
+        choices = [chat(**fields)["choices"][0], complete(**fields)["choices"][0], chunk]
+        return {tuple(choice[name] for name in ("finish_reason", "stop_reason", "matched_stop")) for choice in choices}
+
+    assert ends() == {("stop", None, EOS)}
+    assert ends(stop=["brown"]) == {("stop", "brown", "brown")}
+    assert ends(max_tokens=3) == {("length", None, None)}
+
+
+@pytest.mark.parametrize("tokens_per_delta", [1, 50])
+def test_an_answer_that_no_token_ended_has_logprobs_to_its_last_one(tokens_per_delta: int) -> None:
+    """As where a grammar leaves nothing that could follow."""
+    llm = FakeAsyncLLM(tokens_per_delta=tokens_per_delta)
+    llm.ends_by_token = False
+    choice = complete(llm, logprobs=0)["choices"][0]
+    assert "".join(choice["logprobs"]["tokens"]) == choice["text"] == REPLY
+    assert (choice["finish_reason"], choice["matched_stop"]) == ("stop", None)
+
+
+def test_named_tokens_are_reported_instead_of_the_likeliest() -> None:
+    fields = {"logprobs": 3, "logprob_token_ids": [65, 84], "max_tokens": 1}
     logprobs = complete(**fields)["choices"][0]["logprobs"]
     assert logprobs["top_logprobs"] == [{"T": pytest.approx(-0.584), "A": -75.0}]
     assert complete(**fields | {"logprobs": None})["choices"][0]["logprobs"] == logprobs
     (entry,) = chat(**fields | {"logprobs": None})["choices"][0]["logprobs"]["content"]
-    assert [(top["token"], top["logprob"]) for top in entry["top_logprobs"]] == [("A", -75.0), ("T", -94.0)]
+    assert [top["token"] for top in entry["top_logprobs"]] == ["T", "A"]
+    assert entry["top_logprobs"][1]["logprob"] == -75.0
     prompt = complete(prompt_logprobs=1, logprob_token_ids=[65])["choices"][0]["prompt_logprobs"][1]
     assert prompt["65"] == {"logprob": -75.0, "rank": None, "decoded_token": "A"}
 

@@ -1,0 +1,164 @@
+"""Models that guess: a second one, or the first layers of the one that is served."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from kitfox.attention.backend import ForwardBatch
+from kitfox.config import DTYPE_BYTES, CacheConfig, EngineConfig, ModelConfig
+from kitfox.errors import ConfigError
+from kitfox.executor.executor import Executor
+from kitfox.executor.model_runner import ModelRunner
+from kitfox.kv_cache.manager import make_kv_cache_manager
+from kitfox.plan import resolve_max_model_len, resolve_precision
+from kitfox.spec_decode.model_proposers import (
+    Chunk,
+    ComputedTokens,
+    DraftModel,
+    DraftOptions,
+    DraftProposer,
+    SelfOptions,
+    SelfProposer,
+)
+from kitfox.tokenizer import Tokenizer, load_tokenizer
+from kitfox.weights.hub import resolve_model
+from kitfox.weights.model_config import read_model_config
+
+# Models of one family differ in a few tokens that were added at the end: what they say is the same.
+MOST_OWN_TOKENS = 128
+
+
+class RunnerDrafts(DraftModel):
+    """A model runner that guesses greedily over its own KV cache."""
+
+    def __init__(self, runner: ModelRunner, block_size: int):
+        self._runner = runner
+        self._block_size = block_size
+
+    @torch.inference_mode()
+    def compute(self, chunks: Sequence[Chunk]) -> list[tuple[int, float]]:
+        batch = self._batch(chunks)
+        hidden = self._runner.forward(batch)
+        last = (batch.query_start_loc[1:] - 1).long()
+        logits = self._runner.model.compute_logits(hidden[last])  # [R, V] float32
+        largest, token_ids = logits.max(dim=-1)
+        probabilities = (largest - logits.logsumexp(dim=-1)).exp()
+        return list(zip(token_ids.tolist(), probabilities.tolist(), strict=True))
+
+    def _batch(self, chunks: Sequence[Chunk]) -> ForwardBatch:
+        lengths = [len(chunk.token_ids) for chunk in chunks]
+        num_blocks = -(-max(chunk.end for chunk in chunks) // self._block_size)
+        block_table = np.zeros((len(chunks), num_blocks), np.int32)
+        for row, chunk in enumerate(chunks):
+            used = chunk.block_ids[:num_blocks]
+            block_table[row, : len(used)] = used
+        positions = np.concatenate([np.arange(chunk.start, chunk.end, dtype=np.int64) for chunk in chunks])
+        rows = np.repeat(np.arange(len(chunks)), lengths)
+        blocks = block_table[rows, positions // self._block_size].astype(np.int64)
+
+        def to_device(array: object) -> torch.Tensor:
+            return torch.as_tensor(array).to(self._runner.device)
+
+        return ForwardBatch(
+            token_ids=to_device(np.concatenate([np.asarray(chunk.token_ids, np.int64) for chunk in chunks])),
+            positions=to_device(positions),
+            slot_mapping=to_device(blocks * self._block_size + positions % self._block_size),
+            block_table=to_device(block_table),
+            seq_lens=to_device(np.asarray([chunk.end for chunk in chunks], np.int32)),
+            query_start_loc=to_device(np.cumsum([0, *lengths], dtype=np.int32)),
+            kv_caches=self._runner.kv_caches,
+            attention=self._runner.attention,
+        )
+
+
+def make_draft_proposer(config: EngineConfig, model_config: ModelConfig, path: Path, num_blocks: int) -> DraftProposer:
+    """Load the draft model that the configuration names.
+
+    Args:
+        model_config, path: of the model that is guessed for.
+        num_blocks: of its KV cache; the draft's has no more.
+
+    Raises:
+        ConfigError: its vocabulary is another, or its memory is too small for a block.
+    """
+    options = DraftOptions(**config.speculation.options)
+    draft_path = resolve_model(options.model, revision=options.revision).path
+    draft_config = read_model_config(draft_path)
+    if draft_path != path or config.model.tokenizer:
+        target_tokenizer = load_tokenizer(Path(config.model.tokenizer) if config.model.tokenizer else path)
+        check_same_vocabulary(options.model, target_tokenizer, load_tokenizer(draft_path))
+    max_model_len = min(
+        resolve_max_model_len(config, model_config),
+        draft_config.max_position_embeddings,
+        options.max_model_len or draft_config.max_position_embeddings,
+    )
+    draft = config.replace(
+        model={
+            "model": options.model,
+            "tokenizer": None,
+            "revision": options.revision,
+            "dtype": options.dtype,
+            "quantization": options.quantization,
+            "load_format": options.load_format,
+            "max_model_len": max_model_len,
+        }
+    )
+    block_bytes = config.cache.block_size * _kv_bytes_per_token(draft, draft_config)
+    num_blocks = min(num_blocks, options.memory_bytes // block_bytes)
+    if num_blocks < 1:
+        raise ConfigError(
+            f"memory_bytes of the draft model must be >= {block_bytes}, for one block. Given: {options.memory_bytes}"
+        )
+    executor = Executor(draft, draft_config, draft_path, num_blocks)
+    return DraftProposer(
+        RunnerDrafts(executor.runner, config.cache.block_size),
+        make_kv_cache_manager(CacheConfig(organisation="paged", block_size=config.cache.block_size), num_blocks),
+        kv_bytes=num_blocks * block_bytes,
+        max_model_len=max_model_len,
+        vocab_size=model_config.vocab_size,
+        min_probability=options.min_probability,
+        chunk_tokens=options.chunk_tokens,
+    )
+
+
+def _kv_bytes_per_token(config: EngineConfig, model_config: ModelConfig) -> int:
+    device_type = "cpu" if config.device.device == "cpu" or not torch.cuda.is_available() else "cuda"
+    precision = resolve_precision(config, model_config, device_type)
+    return model_config.kv_bytes_per_token(DTYPE_BYTES[precision.kv_dtype])
+
+
+def check_same_vocabulary(name: str, target: Tokenizer, draft: Tokenizer) -> None:
+    """Raises ConfigError where the same tokens do not have the same text."""
+    num_common = min(target.vocab_size, draft.vocab_size)
+    if max(target.vocab_size, draft.vocab_size) - num_common > MOST_OWN_TOKENS:
+        sizes = f"{draft.vocab_size} tokens, not {target.vocab_size}"
+        raise ConfigError(f"draft model {name} has another vocabulary: {sizes}", param="speculation")
+    for token_id in range(num_common):
+        own, other = target.token_bytes(token_id), draft.token_bytes(token_id)
+        if own != other:
+            difference = f"token {token_id} is {other!r}, not {own!r}"
+            raise ConfigError(f"draft model {name} has another vocabulary: {difference}", param="speculation")
+
+
+def make_self_proposer(config: EngineConfig, executor: Executor, computed: ComputedTokens) -> SelfProposer:
+    """Guesses of the first layers of a loaded model.
+
+    Raises:
+        ConfigError: it has fewer layers.
+    """
+    options = SelfOptions(**config.speculation.options)
+    model_config = executor.model.config
+    num_layers = options.num_layers or max(model_config.num_layers // 2, 1)
+    if num_layers > model_config.num_layers:
+        raise ConfigError(f"num_layers that guess must be <= {model_config.num_layers}. Given: {num_layers}")
+    return SelfProposer(
+        RunnerDrafts(executor.first_layers(num_layers), config.cache.block_size),
+        computed,
+        block_size=config.cache.block_size,
+        vocab_size=model_config.vocab_size,
+        min_probability=options.min_probability,
+    )
