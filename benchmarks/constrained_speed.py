@@ -1,0 +1,146 @@
+"""What constraints cost: tokens a second with a schema beside free text, and another client's gaps while they compile.
+
+    .venv/bin/python -m benchmarks.constrained_speed --heavy ../shared/data/jsonschema/heavy_schemas.jsonl
+
+Starts `kitfox serve`, with further flags of it if given, and measures with `kitfox bench`. The two kinds of answers
+take turns and have the same length: the schema's is longer than what is generated. Heavy schemas are sent cold, all at
+once, while a stream of another client is measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import math
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+SCHEMA = Path(__file__).with_name("order_schema.json")
+PORT = 8950
+URL = f"http://127.0.0.1:{PORT}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--heavy", type=Path)
+    parser.add_argument("--repeats", type=int, default=4)
+    parser.add_argument("--concurrency", type=int, default=8)
+    args, flags = parser.parse_known_args()
+    with server(flags):
+        compare_with_free_text(args.repeats, args.concurrency)
+    if args.heavy is not None:
+        schemas = [json.loads(line)["schema"] for line in args.heavy.read_text().splitlines()]
+        with server(flags):
+            compare_gaps(schemas, args.repeats)
+
+
+@contextlib.contextmanager
+def server(flags: list[str]) -> Iterator[None]:
+    process = subprocess.Popen(
+        [sys.executable, "-m", "kitfox", "serve", "--port", str(PORT), "--no-enable-prefix-caching", *flags],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    try:
+        while True:
+            with contextlib.suppress(OSError):
+                if json.load(urllib.request.urlopen(f"{URL}/health", timeout=2)) is not None:
+                    break
+            time.sleep(0.2)
+        yield
+    finally:
+        process.terminate()
+        process.wait(20)
+
+
+def bench(*flags: str) -> dict[str, Any]:
+    """The summary of one run of `kitfox bench`."""
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-m", "kitfox", "bench", "--base-url", URL, "--output", folder, *flags]
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        return dict(json.loads((Path(folder) / "summary.json").read_text()))
+
+
+def metric(summary: dict[str, Any], name: str) -> float:
+    [side] = summary["metrics"][name].values()
+    return float(side["value"])
+
+
+def compare_with_free_text(repeats: int, concurrency: int) -> None:
+    ways = {"free text": [], "schema": ["--extra-body", json.dumps(json.loads(SCHEMA.read_text()))]}
+    rates: dict[str, list[float]] = {way: [] for way in ways}
+    for repeat in range(repeats):
+        for way in list(ways) if repeat % 2 == 0 else list(ways)[::-1]:
+            summary = bench(
+                *("--workload", "random", "--input-len", "120", "--output-len", "160", "--num-requests", "48"),
+                *("--concurrency", str(concurrency), "--endpoint", "completions", "--seed", str(repeat), *ways[way]),
+            )
+            rates[way].append(metric(summary, "output_tokens_per_s"))
+            print(f"{way}: {rates[way][-1]:.0f} tok/s, failed {metric(summary, 'failed'):.0f}", flush=True)
+    shown = {
+        way: f"{statistics.mean(values):.0f} ({min(values):.0f}-{max(values):.0f})" for way, values in rates.items()
+    }
+    ratio = spread(rates["schema"], rates["free text"])
+    print(f"at concurrency {concurrency}: {shown} tok/s; schema over free text {ratio}")
+
+
+def compare_gaps(schemas: list[Any], repeats: int) -> None:
+    gaps: dict[str, list[tuple[float, float]]] = {"alone": [], "while grammars compile": []}
+    for repeat in range(repeats):
+        for way in list(gaps) if repeat % 2 == 0 else list(gaps)[::-1]:
+            outcomes: list[str] = []
+            threads = []
+            if way != "alone":
+                for schema in schemas:
+                    fresh = {**schema, "$comment": f"repeat {repeat}"}  # another content, so that nothing is cached
+                    threads.append(threading.Thread(target=send, args=(fresh, outcomes), daemon=True))
+            starter = threading.Timer(1.5, lambda threads=threads: [thread.start() for thread in threads])
+            starter.start()
+            summary = bench(
+                *("--workload", "random", "--input-len", "100", "--output-len", "400", "--num-requests", "4"),
+                *("--concurrency", "1", "--endpoint", "completions", "--seed", str(repeat), "--warm-up", "1"),
+            )
+            starter.join()
+            for thread in threads:
+                thread.join(60)
+            gaps[way].append((1000 * metric(summary, "itl_p99"), 1000 * metric(summary, "itl_mean")))
+            print(f"{way}: ITL p99 {gaps[way][-1][0]:.1f} ms, mean {gaps[way][-1][1]:.2f} ms; {outcomes}", flush=True)
+    for position, name in enumerate(("p99", "mean")):
+        busy = [entry[position] for entry in gaps["while grammars compile"]]
+        alone = [entry[position] for entry in gaps["alone"]]
+        print(f"ITL {name}, while {len(schemas)} heavy schemas compile, over alone: {spread(busy, alone)}")
+
+
+def send(schema: Any, outcomes: list[str]) -> None:
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    body = {"prompt": "JSON:", "max_tokens": 1, "response_format": form}
+    request = urllib.request.Request(
+        f"{URL}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
+    )
+    started = time.monotonic()
+    try:
+        status = urllib.request.urlopen(request, timeout=60).status
+    except urllib.error.HTTPError as error:
+        status = error.code
+    outcomes.append(f"{status} after {time.monotonic() - started:.1f} s")
+
+
+def spread(numerators: list[float], denominators: list[float]) -> str:
+    """The geometric mean of the repeats' ratios, and the extremes."""
+    ratios = [a / b for a, b in zip(numerators, denominators, strict=True)]
+    mean = math.exp(statistics.mean(map(math.log, ratios)))
+    return f"{mean:.2f} ({min(ratios):.2f}-{max(ratios):.2f})"
+
+
+if __name__ == "__main__":
+    main()
