@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import threading
 import time
 from collections import OrderedDict
+from collections.abc import Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from typing import NamedTuple
 
@@ -22,7 +24,7 @@ from kitfox.structured_output.backends import make_grammar_compiler
 from kitfox.structured_output.grammar import BitmaskRow, CompiledGrammar, GrammarCompiler
 from kitfox.structured_output.retokenizing import Retokenizer
 from kitfox.structured_output.vocabulary import Vocabulary
-from kitfox.structured_output.worker import CompileLimitError, Worker, WorkerOptions
+from kitfox.structured_output.worker import COMPILER_NICENESS, CompileLimitError, Worker, WorkerOptions
 
 logger = logging.getLogger("kitfox.engine")
 
@@ -106,8 +108,8 @@ class GrammarManager:
             memory_bytes=config.compile_memory_bytes,
         )
         self._rows = np.zeros((max_num_seqs, vocabulary.num_mask_words), np.int32)
-        self._own = threading.local()  # each compiling thread's worker
         self._workers: list[Worker] = []
+        self._idle_workers: list[Worker] = []
         self._compiling = ThreadPoolExecutor(MAX_PARALLEL_COMPILES, "kitfox-grammar", _make_way)
         self._filling = ThreadPoolExecutor(1, "kitfox-masks")
         self._pending: dict[str, tuple[Constraint, Future[CompiledGrammar]]] = {}
@@ -115,11 +117,12 @@ class GrammarManager:
         self._lock = threading.Lock()
         self._limit_reached_at_s: dict[bytes, float] = {}  # when formats last took too long or too much memory
         self._cache: OrderedDict[bytes, Future[CompiledGrammar]] = OrderedDict()
-        # Reading a vocabulary takes its time; the first request should not have to wait for it.
+        # All that takes its time begins now; the first request should not have to wait for it.
         self._compiler: Future[GrammarCompiler] = self._compiling.submit(
             make_grammar_compiler, config.backend, vocabulary, max_whitespace=config.max_whitespace
         )
         self._retokenizer: Future[Retokenizer] = self._compiling.submit(Retokenizer, vocabulary)
+        self._compiling.submit(self._start_worker)
 
     # ---- one request --------------------------------------------------------------------------------------------
 
@@ -201,7 +204,8 @@ class GrammarManager:
         """On a thread of `_compiling`."""
         started = time.monotonic()
         try:
-            notation = self._worker().compile(format, self._config.compile_timeout_s)
+            with self._worker() as worker:
+                notation = worker.compile(format, self._config.compile_timeout_s)
             grammar = self._compiler.result().build(notation)
             self._retokenizer.result()
         except Exception as error:
@@ -216,13 +220,23 @@ class GrammarManager:
         self.stats.compile_time_s += time.monotonic() - started
         return grammar
 
-    def _worker(self) -> Worker:
-        worker: Worker | None = getattr(self._own, "worker", None)
-        if worker is None:
-            worker = self._own.worker = Worker(self._options)
+    @contextlib.contextmanager
+    def _worker(self) -> Iterator[Worker]:
+        """One that nobody else uses: the one used last, for it runs already."""
+        with self._lock:
+            if not self._idle_workers:
+                self._idle_workers.append(Worker(self._options))
+                self._workers.append(self._idle_workers[-1])
+            worker = self._idle_workers.pop()
+        try:
+            yield worker
+        finally:
             with self._lock:
-                self._workers.append(worker)
-        return worker
+                self._idle_workers.append(worker)
+
+    def _start_worker(self) -> None:
+        with self._worker() as worker, contextlib.suppress(GrammarError):  # whoever needs it will hear of it
+            worker.start()
 
     def _forget_oldest(self) -> None:
         with self._lock:
@@ -279,6 +293,6 @@ def _make_way() -> None:
     """Have the calling thread give way to those that compute steps, where threads have priorities of their own."""
     if hasattr(os, "setpriority") and hasattr(threading, "get_native_id"):
         try:
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), COMPILER_NICENESS)
         except OSError:
             logger.debug("threads cannot be given a lower priority here")

@@ -19,6 +19,7 @@ import msgspec
 from kitfox.constraint import Format, GrammarError
 from kitfox.structured_output.vocabulary import Vocabulary
 
+COMPILER_NICENESS = 10  # a tenth of a core that steps want too: at 19 it would get a hundredth, and miss its deadline
 START_TIMEOUT_S = 60.0  # to import a backend and read the vocabulary; no request's fault, so no part of its deadline
 
 
@@ -41,7 +42,7 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
 def run_worker(pipe: Connection) -> None:
     """Compile one format after another, until the other end is closed."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the front end's to handle
-    os.nice(19)
+    os.setpriority(os.PRIO_PROCESS, 0, COMPILER_NICENESS)
     import numpy as np
 
     from kitfox.structured_output.backends import make_grammar_compiler
@@ -102,8 +103,7 @@ class Worker:
             GrammarError: what is wrong with it. CompileLimitError: it took too long, too much memory or the process
                 with it.
         """
-        if self._process is None or self._process.poll() is not None:
-            self._start()
+        self.start()
         assert self._pipe is not None
         try:
             self._pipe.send_bytes(msgspec.msgpack.encode(format))
@@ -118,7 +118,14 @@ class Worker:
             raise GrammarError(verdict.problem)
         return verdict.notation
 
-    def _start(self) -> None:
+    def start(self) -> None:
+        """Start the process unless it runs.
+
+        Raises:
+            CompileLimitError: it does not start.
+        """
+        if self._process is not None and self._process.poll() is None:
+            return
         self._stop()
         self._pipe, theirs = Pipe()
         with theirs:
