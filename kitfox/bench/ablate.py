@@ -51,6 +51,10 @@ TECHNIQUES: dict[str, Technique] = {
         changes=_PRECISIONS,
     ),
     "quantization": Technique("weights as 16-bit or 32-bit numbers", off=("--quantization=none",), changes=_PRECISIONS),
+    "speculation": Technique(
+        "every token takes a step of its own", off=("--spec-method=none",), on=("--spec-method=suffix",)
+    ),
+    "jump-forward": Technique("tokens that a grammar forces are sampled like the others", off=("--no-jump-forward",)),
 }
 
 

@@ -48,6 +48,8 @@ def test_every_technique_is_a_side_that_lacks_just_it() -> None:
         "no-cache-aware-policy": {"scheduler.policy": ("lpm", "fcfs")},
         "no-captured-steps": {"device.enforce_eager": (False, True)},
         "no-quantization": {"model.quantization": ("auto", "none")},
+        "no-speculation": {"speculation.method": ("suffix", "none")},
+        "no-jump-forward": {"structured_output.jump_forward": (True, False)},
     }
     assert changes == {"precision", "kv_precision"}
 
