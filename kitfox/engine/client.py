@@ -6,11 +6,13 @@ Between processes there are two ZeroMQ PUSH/PULL pairs and msgspec messages; the
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import multiprocessing
 import os
 import tempfile
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable
 from multiprocessing.process import BaseProcess
 from typing import Literal
@@ -164,6 +166,7 @@ class ProcessClient(EngineClient):
         self._replies.bind(replies_address)
         # zmq.asyncio sends return futures; a plain shadow of the same socket sends at once, and the queue is unbounded.
         self._send_socket: zmq.Socket[bytes] = zmq.Socket.shadow(self._requests)
+        self._backlog: deque[bytes] = deque()  # a socket takes nothing before the process has connected to it
         self.process: BaseProcess = multiprocessing.get_context("spawn").Process(
             target=run_engine, args=(config, num_blocks, requests_address, replies_address), name="kitfox-engine"
         )
@@ -174,7 +177,14 @@ class ProcessClient(EngineClient):
         return self.process.pid
 
     def _send(self, message: EngineMessage) -> None:
-        self._send_socket.send(encoder.encode(message), zmq.NOBLOCK)
+        self._backlog.append(encoder.encode(message))
+        self._send_backlog()
+
+    def _send_backlog(self) -> None:
+        with contextlib.suppress(zmq.Again):
+            while self._backlog:
+                self._send_socket.send(self._backlog[0], zmq.NOBLOCK)
+                self._backlog.popleft()
 
     def add_requests(self, requests: list[EngineRequest]) -> None:
         self._send(AddRequests(requests))
@@ -208,6 +218,7 @@ class ProcessClient(EngineClient):
                 await asyncio.wait((reply,), timeout=0.2)
             if not reply.done():
                 raise EngineDeadError(f"the engine process ended with exit code {self.process.exitcode}")
+            self._send_backlog()
             return reply_decoder.decode(reply.result())
         finally:
             loop.remove_reader(sentinel)
