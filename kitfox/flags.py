@@ -793,11 +793,13 @@ FLAGS: tuple[Flag, ...] = (
         switch=True,
     ),
     Flag(
-        "chat templates that clients send",
+        "take chat_template from requests, which are otherwise refused: each is a program that clients run here, in "
+        "a sandbox and a process that is killed after 2 s",
         SERVER,
         "--trust-request-chat-template",
+        "--trust-request-chat-template",
+        "server.trust_request_chat_template",
         switch=True,
-        unsupported="a template is a program; only the server's own runs: --chat-template",
     ),
     Flag("ASGI middleware", SERVER, "--middleware", unsupported=NOT_BUILT),
     Flag("no warm-up", SERVER, "", "--skip-server-warmup", switch=True, unsupported=NOT_BUILT),
@@ -904,7 +906,7 @@ FLAGS: tuple[Flag, ...] = (
         lambda text: one_of(*SPECULATION_METHODS)(_speculation_method(text)),
     ),
     Flag(
-        "the model that guesses, for the method draft: of the same vocabulary, smaller",
+        "the model that guesses, for the method draft: a smaller one, best of the same vocabulary",
         SPEED,
         "--spec-model",
         "--speculative-draft-model-path --speculative-draft-model",
@@ -935,7 +937,9 @@ FLAGS: tuple[Flag, ...] = (
         "speculation.num_steps",
         number(1, 64),
     ),
-    Flag("several guesses for one place", FEATURES, "", "--speculative-eagle-topk", unsupported=NO_TREE, harmless=("1",)),
+    Flag(
+        "several guesses for one place", FEATURES, "", "--speculative-eagle-topk", unsupported=NO_TREE, harmless=("1",)
+    ),
     Flag(
         "fewest tokens that must have occurred before, for n-grams",
         SPEED,

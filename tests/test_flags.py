@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kitfox.config import EngineConfig
+from kitfox.config import SPECULATION_METHODS, EngineConfig
 from kitfox.errors import ConfigError
 from kitfox.flags import (
     FLAGS,
@@ -103,7 +103,12 @@ STAND_FOR_OTHERS = {
     "speculation.config",
     "speculation.min_length",
     "speculation.max_length",
+    "speculation.model",
+    "speculation.num_steps",
 }
+
+
+METHODS = ", ".join(SPECULATION_METHODS)
 
 
 def parse(dialect: Dialect, line: str) -> tuple[EngineConfig, ServerOptions]:
@@ -178,6 +183,25 @@ class TestJsonOfVllm:
         assert speculation.options == {"min_length": 1, "max_length": 6}
         line = "--speculative-algorithm NGRAM --speculative-ngram-max-match-window-size 6"
         assert parse("sglang", line)[0].speculation.options == {"max_length": 6}
+
+    def test_a_draft_model(self) -> None:
+        wanted = '{"method":"draft_model","model":"m","num_speculative_tokens":3,"max_model_len":9}'
+        for dialect, line in (
+            ("vllm", f"--speculative-config {wanted}"),
+            ("vllm", '--spec-model m --spec-tokens 3 --speculative-config {"max_model_len":9}'),
+        ):
+            speculation = parse(dialect, line)[0].speculation
+            assert (speculation.method, speculation.num_draft_tokens) == ("draft", 3)
+            assert speculation.options == {"model": "m", "max_model_len": 9}
+        line = "--speculative-algorithm STANDALONE --speculative-draft-model-path m --speculative-num-steps 3"
+        line += " --speculative-eagle-topk 1 --speculative-num-draft-tokens 4"
+        speculation = parse("sglang", line)[0].speculation
+        assert (speculation.method, speculation.num_draft_tokens) == ("draft", 3)
+        assert speculation.options == {"model": "m"}
+
+    def test_layers_of_the_model_itself(self) -> None:
+        speculation = parse("vllm", '--speculative-config {"method":"self","num_layers":4}')[0].speculation
+        assert (speculation.method, speculation.options) == ("self", {"num_layers": 4})
 
     def test_structured_outputs(self) -> None:
         config = parse("vllm", '--structured-outputs-config {"backend":"guidance","disable_any_whitespace":true}')[0]
@@ -334,9 +358,12 @@ class TestRefusals:
             ("sglang", "--max-model-len 4", "is vLLM's spelling; here it is --context-length"),
             ("vllm", "--disable-radix-cache", "here it is --no-enable-prefix-caching"),
             ("vllm", "-tp 2", "--tensor-parallel-size is not supported: several devices are not supported yet"),
-            ("sglang", "--speculative-algorithm EAGLE", "must be one of none, ngram, suffix. Given: 'eagle'"),
+            ("sglang", "--speculative-algorithm EAGLE", f"must be one of {METHODS}. Given: 'eagle'"),
+            ("sglang", "--speculative-algorithm STANDALONE", "a draft model needs its name"),
+            ("vllm", '--speculative-config {"method":"self","num_layers":0}', "must be >= 1. Given: 0"),
+            ("vllm", '--speculative-config {"method":"self","model":"m"}', "self has no setting model"),
             ("vllm", "--speculative-config.method ngram", "has no parts"),
-            ("vllm", '--speculative-config {"method":"eagle"}', "method must be one of none, ngram, suffix"),
+            ("vllm", '--speculative-config {"method":"eagle"}', f"method must be one of {METHODS}"),
             ("vllm", '--speculative-config {"num_speculative_tokens":65}', "must be in [1, 64]. Given: 65"),
             ("vllm", '--speculative-config {"method":"ngram","draft":1}', "Given: draft"),
             (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -24,9 +25,13 @@ from kitfox.spec_decode.model_proposers import (
     SelfOptions,
     SelfProposer,
 )
+from kitfox.spec_decode.proposer import Proposer
+from kitfox.spec_decode.translation import TranslatingProposer
 from kitfox.tokenizer import Tokenizer, load_tokenizer
 from kitfox.weights.hub import resolve_model
 from kitfox.weights.model_config import read_model_config
+
+logger = logging.getLogger("kitfox.executor")
 
 # Models of one family differ in a few tokens that were added at the end: what they say is the same.
 MOST_OWN_TOKENS = 128
@@ -75,22 +80,22 @@ class RunnerDrafts(DraftModel):
         )
 
 
-def make_draft_proposer(config: EngineConfig, model_config: ModelConfig, path: Path, num_blocks: int) -> DraftProposer:
-    """Load the draft model that the configuration names.
+def make_draft_proposer(config: EngineConfig, model_config: ModelConfig, path: Path, num_blocks: int) -> Proposer:
+    """Load the draft model that the configuration names; guesses of one with another vocabulary are translated.
 
     Args:
         model_config, path: of the model that is guessed for.
         num_blocks: of its KV cache; the draft's has no more.
 
     Raises:
-        ConfigError: its vocabulary is another, or its memory is too small for a block.
+        ConfigError: its memory is too small for a block.
     """
     options = DraftOptions(**config.speculation.options)
     draft_path = resolve_model(options.model, revision=options.revision).path
     draft_config = read_model_config(draft_path)
-    if draft_path != path or config.model.tokenizer:
-        target_tokenizer = load_tokenizer(Path(config.model.tokenizer) if config.model.tokenizer else path)
-        check_same_vocabulary(options.model, target_tokenizer, load_tokenizer(draft_path))
+    target_tokens = load_tokenizer(Path(config.model.tokenizer) if config.model.tokenizer else path)
+    draft_tokens = load_tokenizer(draft_path)
+    difference = vocabulary_difference(target_tokens, draft_tokens)
     max_model_len = min(
         resolve_max_model_len(config, model_config),
         draft_config.max_position_embeddings,
@@ -114,15 +119,19 @@ def make_draft_proposer(config: EngineConfig, model_config: ModelConfig, path: P
             f"memory_bytes of the draft model must be >= {block_bytes}, for one block. Given: {options.memory_bytes}"
         )
     executor = Executor(draft, draft_config, draft_path, num_blocks)
-    return DraftProposer(
+    proposer = DraftProposer(
         RunnerDrafts(executor.runner, config.cache.block_size),
         make_kv_cache_manager(CacheConfig(organisation="paged", block_size=config.cache.block_size), num_blocks),
         kv_bytes=num_blocks * block_bytes,
         max_model_len=max_model_len,
-        vocab_size=model_config.vocab_size,
+        vocab_size=model_config.vocab_size if difference is None else draft_config.vocab_size,
         min_probability=options.min_probability,
         chunk_tokens=options.chunk_tokens,
     )
+    if difference is None:
+        return proposer
+    logger.warning("draft model %s has another vocabulary (%s): its guesses are translated", options.model, difference)
+    return TranslatingProposer(proposer, target_tokens, draft_tokens)
 
 
 def _kv_bytes_per_token(config: EngineConfig, model_config: ModelConfig) -> int:
@@ -131,17 +140,16 @@ def _kv_bytes_per_token(config: EngineConfig, model_config: ModelConfig) -> int:
     return model_config.kv_bytes_per_token(DTYPE_BYTES[precision.kv_dtype])
 
 
-def check_same_vocabulary(name: str, target: Tokenizer, draft: Tokenizer) -> None:
-    """Raises ConfigError where the same tokens do not have the same text."""
+def vocabulary_difference(target: Tokenizer, draft: Tokenizer) -> str | None:
+    """Where two tokenizers do not have the same tokens, in words; None if they do but for a few at the end."""
     num_common = min(target.vocab_size, draft.vocab_size)
     if max(target.vocab_size, draft.vocab_size) - num_common > MOST_OWN_TOKENS:
-        sizes = f"{draft.vocab_size} tokens, not {target.vocab_size}"
-        raise ConfigError(f"draft model {name} has another vocabulary: {sizes}", param="speculation")
+        return f"{draft.vocab_size} tokens, not {target.vocab_size}"
     for token_id in range(num_common):
         own, other = target.token_bytes(token_id), draft.token_bytes(token_id)
         if own != other:
-            difference = f"token {token_id} is {other!r}, not {own!r}"
-            raise ConfigError(f"draft model {name} has another vocabulary: {difference}", param="speculation")
+            return f"token {token_id} is {other!r}, not {own!r}"
+    return None
 
 
 def make_self_proposer(config: EngineConfig, executor: Executor, computed: ComputedTokens) -> SelfProposer:

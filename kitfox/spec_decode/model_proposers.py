@@ -59,7 +59,7 @@ class ModelProposer(Proposer):
     def __init__(self, model: DraftModel, *, vocab_size: int, min_probability: float):
         """
         Args:
-            vocab_size: of the model that is guessed for; other tokens are no guesses.
+            vocab_size: tokens from here on are no guesses: whoever asks does not have them.
             min_probability: of all guesses for an answer together; less likely ones are not continued.
         """
         self._model = model
@@ -148,7 +148,8 @@ class DraftProposer(ModelProposer):
         else:
             self.start(request_id, token_ids, num_prompt_tokens=0)
 
-    def propose(self, limits: Mapping[str, int]) -> dict[str, Proposal]:
+    def propose(self, limits: Mapping[str, int], tails: Mapping[str, list[int]] | None = None) -> dict[str, Proposal]:
+        """tails: tokens that follow a request's in this question only; the guesses are behind them."""
         texts = {name: self._texts[name] for name in limits if name in self._texts}
         for text in texts.values():
             self._settle(text)
@@ -157,17 +158,19 @@ class DraftProposer(ModelProposer):
         budget = self._chunk_tokens
         # Those that lack least come first: a long prompt takes what they leave.
         for name, text in sorted(texts.items(), key=lambda item: _num_missing(item[1].request)):
-            limit = min(limits[name], self._max_model_len - text.request.num_tokens + 1)
+            request = text.request
+            tail = (tails or {}).get(name, [])
+            num_tokens = request.num_tokens + len(tail)
+            limit = min(limits[name], self._max_model_len - num_tokens + 1)
             if budget == 0:
                 break
-            if limit < 1 or not self._reserve(text.request, limit):
+            if limit < 1 or not self._reserve(request, len(tail) + limit - 1):
                 continue
-            request = text.request
             start = request.num_computed_tokens
-            token_ids = request.all_token_ids[start : start + budget]
+            token_ids = (request.all_token_ids[start:] + tail)[:budget]
             budget -= len(token_ids)
             chunks[name] = Chunk(token_ids, start, self._kv_cache.block_ids(name))
-            if chunks[name].end == request.num_tokens:
+            if chunks[name].end == num_tokens:
                 ready[name] = limit
         proposals = self._draft(chunks, ready)
         for name, chunk in chunks.items():
@@ -186,12 +189,12 @@ class DraftProposer(ModelProposer):
         text.written = []
         self._kv_cache.cache_computed(request)
 
-    def _reserve(self, request: Request, limit: int) -> bool:
-        """Blocks for all tokens that a request lacks and its guesses, or none."""
+    def _reserve(self, request: Request, num_behind: int) -> bool:
+        """Blocks for all tokens that a request lacks and some behind them, or none."""
         if self._kv_cache.block_ids(request.request_id):
-            return self._kv_cache.allocate_slots(request, _num_missing(request) + limit - 1) is not None
+            return self._kv_cache.allocate_slots(request, _num_missing(request) + num_behind) is not None
         prefix = self._kv_cache.match_prefix(request)
-        num_tokens = request.num_tokens - prefix.num_tokens + limit - 1
+        num_tokens = request.num_tokens - prefix.num_tokens + num_behind
         allocation = self._kv_cache.allocate_slots(request, num_tokens, prefix=prefix)
         if allocation is None:
             return False
@@ -274,7 +277,7 @@ class DraftOptions:
     """Options of the method "draft".
 
     Attributes:
-        model: the draft model: alias, directory, `.gguf` file or hub id, of the same vocabulary.
+        model: the draft model: alias, directory, `.gguf` file or hub id; best of the same vocabulary.
         revision, dtype, quantization, load_format: of it, as in `ModelOptions`.
         max_model_len: longest text it guesses for; None is as far as both models go.
         memory_bytes: most bytes of its KV cache.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -17,6 +18,9 @@ TIME_MEMORY = 0.1  # weight of the latest step in the mean of its size
 OWN_MEMORY, ALL_MEMORY = 0.9, 0.995  # weight that a record keeps when a further proposal is judged
 TRUST_MEMORY = 0.98  # what a request's record is worth a step later; so one that guessed badly is asked again
 PRIOR_EVIDENCE = 2.0  # expected acceptances after which a request's own record counts as much as everybody's
+DEAR_ASKING = 0.05  # of a step: a proposer that takes longer is a model
+WORTH_MEMORY = 0.2  # weight of the latest step in what asking is worth
+LONGEST_REST = 64  # steps
 MAX_PROBABILITY = 0.98
 
 
@@ -87,6 +91,9 @@ class Speculator:
         self._records: dict[str, Record] = {}
         self._expected: dict[str, float] = {}  # acceptances of the drafts that are under way
         self._plain_s = self._drafted_s = 0.0  # what this step would take without drafts, and what it takes with them
+        self._asking_s = self._saved_s = 0.0  # what this step's proposals cost, and what they saved
+        self._worth_s = 0.0  # of asking, a step; falls and rises slowly
+        self._rest, self._num_steps_to_rest = 1, 0
         self.stats = SpeculationStats()
 
     # ---- what happens to requests -------------------------------------------------------------------------------
@@ -117,8 +124,14 @@ class Speculator:
         """
         if not limits:
             return {}
+        if self._config.adaptive and self._num_steps_to_rest > 0:
+            self._num_steps_to_rest -= 1
+            return {}
+        started = time.monotonic()
         most = self._config.num_draft_tokens
         proposals = self._proposer.propose({name: min(limit, most) for name, limit in limits.items()})
+        self._asking_s = time.monotonic() - started
+        self._saved_s = 0.0
         drafts = {name: proposal.token_ids for name, proposal in proposals.items() if proposal.token_ids}
         chances = {name: self._chances(name, proposals[name]) for name in drafts}
         if self._config.adaptive:
@@ -164,7 +177,8 @@ class Speculator:
         expected = self._expected.pop(request_id, float(num_drafts))
         self._all.add(expected, num_accepted, ALL_MEMORY)
         self._records[request_id].add(expected, num_accepted, OWN_MEMORY)
-        saved_s = num_accepted * self._plain_s - (self._drafted_s - self._plain_s)
+        saved_s = num_accepted * self._plain_s - (self._drafted_s - self._plain_s) - self._asking_s
+        self._saved_s += num_accepted * self._plain_s
         self.stats.num_drafts += 1
         self.stats.num_draft_tokens += num_drafts
         self.stats.num_accepted_tokens += num_accepted
@@ -172,8 +186,21 @@ class Speculator:
         return saved_s
 
     def observe_step(self, num_tokens: int, seconds: float) -> None:
-        """How long a step of so many tokens, drafts included, took."""
-        self._times.observe(num_tokens, seconds)
+        """How long a step of so many tokens, drafts included, took; asking for them as well."""
+        self._times.observe(num_tokens, seconds - self._asking_s)
+        if self._asking_s > DEAR_ASKING * self._plain_s:
+            self._judge_asking()
+        self._asking_s = 0.0
+
+    def _judge_asking(self) -> None:
+        """A model that guesses takes time whether its guesses are used or not: have it rest while they bring less."""
+        worth_s = self._saved_s - (self._drafted_s - self._plain_s) - self._asking_s
+        self._worth_s += WORTH_MEMORY * (worth_s - self._worth_s)
+        if self._worth_s >= 0:
+            self._rest = 1
+        else:
+            self._num_steps_to_rest = self._rest
+            self._rest = min(2 * self._rest, LONGEST_REST)
 
     @property
     def memory_bytes(self) -> int:

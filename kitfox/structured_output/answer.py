@@ -25,10 +25,24 @@ class AnswerGrammar:
         self._closer = b"" if reasoning is None else reasoning.closer.encode()
         self._tail = b""  # of the reasoning: what could be the closer's beginning
         self._is_reasoning = reasoning is not None and reasoning.is_open
+        self._num_reasoning_tokens = 0
         # A model that thinks only if it wants to says so with its first token.
         self._opener_id = None
         if reasoning is not None and not reasoning.is_open:
-            self._opener_id = vocabulary.special_id_of(reasoning.opener)
+            opening_ids = self._mark_ids(reasoning.opener)
+            self._opener_id = opening_ids[0] if len(opening_ids) == 1 else None
+        self._max_reasoning_tokens = None if reasoning is None else reasoning.max_tokens
+        self._closing_ids: list[int] = []
+        if reasoning is not None and reasoning.max_tokens is not None:
+            self._closing_ids = self._mark_ids(reasoning.closer)
+            assert self._closing_ids, f"no token says {reasoning.closer}"
+
+    def _mark_ids(self, mark: str) -> list[int]:
+        """A mark may be a special token, a token that is not called special, or a few."""
+        special_id = self._vocabulary.special_id_of(mark)
+        if special_id is not None:
+            return [special_id]
+        return self._retokenizer.encode(mark) if self._vocabulary.tokenizer_json else []
 
     @property
     def may_end(self) -> bool:
@@ -49,7 +63,10 @@ class AnswerGrammar:
         Raises:
             GrammarError: the backend's limits were reached.
         """
-        if self._is_reasoning:
+        closing_id = self._closing_id
+        if closing_id is not None:
+            allow_only(row, closing_id)
+        elif self._is_reasoning:
             row.fill(-1)
             for token_id in end_token_ids:
                 row[token_id >> 5] &= ~_BITS[token_id & 31]
@@ -66,11 +83,22 @@ class AnswerGrammar:
         """Go on by one token that does not end the answer; False if it is not allowed."""
         opener_id, self._opener_id = self._opener_id, None
         if self._is_reasoning:
+            if self._closing_id not in (None, token_id):
+                return False
+            self._num_reasoning_tokens += 1
             return self._read_reasoning(self._vocabulary.token_bytes[token_id])
         if token_id == opener_id:
             self._is_reasoning = True
             return True
         return self._grammar.accept(token_id)
+
+    @property
+    def _closing_id(self) -> int | None:
+        """The token that must come because there was enough reasoning."""
+        if not self._is_reasoning or self._max_reasoning_tokens is None:
+            return None
+        num_late = self._num_reasoning_tokens - self._max_reasoning_tokens
+        return self._closing_ids[num_late % len(self._closing_ids)] if num_late >= 0 else None
 
     def fork(self) -> AnswerGrammar:
         """Another answer that stands at the same place."""

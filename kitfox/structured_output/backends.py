@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 
 from kitfox.constraint import Format, GrammarError
-from kitfox.structured_output.grammar import CompiledGrammar, GrammarCompiler
+from kitfox.structured_output.grammar import CannotReadError, CompiledGrammar, GrammarCompiler, NotEnforcedError
 from kitfox.structured_output.vocabulary import Vocabulary
 
 BACKEND_NAMES = ("auto", "llguidance", "xgrammar")
@@ -50,9 +50,7 @@ class _AutoCompiler(GrammarCompiler):
         try:
             return self._xgrammar().compile(format)
         except GrammarError as error:
-            if str(error) == str(refusal):
-                raise
-            raise GrammarError(f"{refusal}; {error}") from None
+            raise GrammarError(_joined(refusal, error)) from None
 
     def build(self, notation: str) -> CompiledGrammar:
         backend = self._xgrammar() if notation.startswith("xgrammar:") else self._first
@@ -63,6 +61,16 @@ class _AutoCompiler(GrammarCompiler):
             if self._second is None:
                 self._second = _make_xgrammar(self._vocabulary, self._max_whitespace)
             return self._second
+
+
+def _joined(first: GrammarError, second: GrammarError) -> str:
+    """What both say, once; not the other's way of putting it that a grammar is none."""
+    if isinstance(second, CannotReadError):
+        return str(first)
+    if isinstance(first, NotEnforcedError) and isinstance(second, NotEnforcedError) and first.keyword == second.keyword:
+        return f"no backend enforces {first.keyword}"
+    messages = sorted((str(first), str(second)), key=len)
+    return messages[1] if messages[0] in messages[1] else f"{first}; {second}"
 
 
 def _make_xgrammar(vocabulary: Vocabulary, max_whitespace: int) -> GrammarCompiler:

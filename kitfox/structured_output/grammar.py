@@ -7,10 +7,22 @@ from abc import ABC, abstractmethod
 import numpy as np
 import numpy.typing as npt
 
-from kitfox.constraint import Format
+from kitfox.constraint import Format, GrammarError
 
 BitmaskRow = npt.NDArray[np.int32]
 """One bit a token, [ceil(V / 32)] int32, least significant first; 1 is allowed."""
+
+
+class NotEnforcedError(GrammarError):
+    """A backend does not enforce a keyword. keyword: with its place."""
+
+    def __init__(self, backend: str, keyword: str):
+        super().__init__(f"{backend} does not enforce {keyword}")
+        self.keyword = keyword
+
+
+class CannotReadError(GrammarError):
+    """A backend's parser does not get on with it."""
 
 
 class Grammar(ABC):

@@ -46,7 +46,7 @@ from kitfox.structured_output.gbnf import (
     names_in,
     parse_gbnf,
 )
-from kitfox.structured_output.grammar import BitmaskRow, CompiledGrammar, Grammar, GrammarCompiler
+from kitfox.structured_output.grammar import BitmaskRow, CompiledGrammar, Grammar, GrammarCompiler, NotEnforcedError
 from kitfox.structured_output.pattern import Pattern, read_pattern
 from kitfox.structured_output.schema import (
     ASSERTIONS,
@@ -903,7 +903,7 @@ def _exact_schema(schema: Schema) -> dict[str, Any]:
     if schema is True:
         return {}
     if (keyword := unenforced_keyword(schema, _EXACT)) is not None:
-        raise GrammarError(f"llguidance does not support {keyword}")
+        raise NotEnforcedError("llguidance", keyword)
     schema = copy.deepcopy(schema)
     draft = draft_of(schema)
     if draft is None:
@@ -911,7 +911,7 @@ def _exact_schema(schema: Schema) -> dict[str, Any]:
     for place, node in list(subschemas(schema)):
         if isinstance(node, dict):
             if draft == "7" and (content := node.keys() & {"contentMediaType", "contentEncoding"}):
-                raise GrammarError(f"llguidance does not support {min(content)}")
+                raise NotEnforcedError("llguidance", min(content))
             for keyword in (node.keys() & {*ASSERTIONS, "then", "else"}) - set(asserting_keywords(schema, node)):
                 del node[keyword]
             _check_names_and_values(place, node)
@@ -951,7 +951,7 @@ def _plain_pattern(place: str, pattern: str) -> str:
     try:
         return f"^(?:{_rust_regex(read_pattern(pattern, anywhere=True))})$"
     except GrammarError as error:
-        raise GrammarError(f"{place.removeprefix('.')} {pattern!r}: {error}") from None
+        raise GrammarError(f"{place.removeprefix('.')}: {pattern!r} {error}") from None
 
 
 # --- Lark grammars of requests ---

@@ -28,7 +28,7 @@ from kitfox.constraint import (
     Text,
     TriggeredTags,
 )
-from kitfox.structured_output.grammar import BitmaskRow, CompiledGrammar, Grammar, GrammarCompiler
+from kitfox.structured_output.grammar import BitmaskRow, CannotReadError, CompiledGrammar, Grammar, GrammarCompiler
 from kitfox.structured_output.pattern import read_pattern
 from kitfox.structured_output.schema import check_format
 from kitfox.structured_output.vocabulary import Vocabulary
@@ -106,13 +106,14 @@ def _compile(compiler: xgrammar.GrammarCompiler, structure: dict[str, Any]) -> x
     try:
         return compiler.compile_structural_tag(json.dumps({"type": "structural_tag", "format": structure}))
     except (RuntimeError, ValueError) as error:
-        raise GrammarError(f"xgrammar cannot compile it: {_reason(error)}") from None
+        raise CannotReadError(f"xgrammar cannot compile it: {_reason(error)}") from None
 
 
 def _reason(error: Exception) -> str:
     """xgrammar's message without where in its sources it comes from."""
     text = re.sub(r"^\[[\d:]+\] \S+: ", "", str(error).strip())
-    return re.sub(r"^Check failed: .*? is false: ", "", text).strip().rstrip(".") or type(error).__name__
+    line = re.sub(r"^Check failed: .*? is false: ", "", text).strip().partition("\n")[0]
+    return line.rstrip(".") or type(error).__name__
 
 
 class _Translation:
@@ -181,7 +182,7 @@ class _Translation:
                 schema, any_whitespace=False, separators=(",", ":"), strict_mode=False
             )
         except RuntimeError as error:
-            raise GrammarError(f"xgrammar cannot compile it: {_reason(error)}") from None
+            raise CannotReadError(f"xgrammar cannot compile it: {_reason(error)}") from None
         return {"type": "grammar", "grammar": str(grammar), "syntax": "ebnf"}
 
     def _sequence(self, elements: list[Format], follow: tuple[Start, ...] | None) -> dict[str, Any]:
@@ -337,7 +338,7 @@ def _checked_ebnf(grammar: str) -> str:
     try:
         xgrammar.Grammar.from_ebnf(grammar)
     except RuntimeError as error:
-        raise GrammarError(f"the grammar is not one: {_reason(error)}") from None
+        raise CannotReadError(f"the grammar is not one: {_reason(error)}") from None
     return grammar
 
 

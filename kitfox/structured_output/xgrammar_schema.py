@@ -18,6 +18,7 @@ from fractions import Fraction
 from typing import Any
 
 from kitfox.constraint import GrammarError
+from kitfox.structured_output.grammar import NotEnforcedError
 from kitfox.structured_output.pattern import Pattern, read_pattern, text_of_length, text_without
 from kitfox.structured_output.schema import (
     TYPE_NAMES,
@@ -117,7 +118,7 @@ def exact_schema(schema: Schema) -> dict[str, Any]:
     """
     keyword = unenforced_keyword(schema, EXACT)
     if keyword is not None:
-        raise GrammarError(f"xgrammar does not enforce {keyword}")
+        raise NotEnforcedError("xgrammar", keyword)
     writer = _Writer(schema)
     written = writer.write((Subschema("", schema),), 0)
     if written is None:

@@ -15,12 +15,16 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from kitfox.spec_decode.proposer import Proposal, Proposer
 from kitfox.spec_decode.proposers import make_proposer
+from tests.spec_decode.fakes import FakeDraftModel, Pairs, SelfInEngine, draft_proposer, translating_proposer
 
 PROPOSERS: dict[str, Callable[[], Proposer]] = {
     "ngram": lambda: make_proposer("ngram"),
     "ngram-1": lambda: make_proposer("ngram", min_length=1, max_length=6),
     "suffix": lambda: make_proposer("suffix"),
     "suffix-small": lambda: make_proposer("suffix", max_cached_requests=4, min_probability=0.0),
+    "draft": lambda: draft_proposer(FakeDraftModel(NUM_TOKENS * len(SALTS)))[0],
+    "translating": lambda: translating_proposer(FakeDraftModel(len(Pairs.pieces))),
+    "self": lambda: SelfInEngine(FakeDraftModel(NUM_TOKENS * len(SALTS))),
 }
 # Those that draft nothing but tokens they have seen under the same salt.
 COPYING = {"ngram", "ngram-1", "suffix", "suffix-small"}

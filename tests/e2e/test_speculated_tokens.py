@@ -100,11 +100,28 @@ def plain(plain_llm: LLM) -> dict[str, list[RequestOutput]]:
     return {name: answers(plain_llm, fields, n=2 if "seed" in fields else 1) for name, fields in SETTINGS.items()}
 
 
+SAME_MODEL = {"model": "smollm2-135m", "min_probability": 0.5}
+MODELS_THAT_GUESS: dict[str, dict[str, Any]] = {
+    "the model itself": {"speculation": "draft", "options": SAME_MODEL},
+    "random numbers": {"speculation": "draft", "options": {**SAME_MODEL, "load_format": "dummy"}},
+    "its first layers": {"speculation": "self", "options": {"num_layers": 26}, "num_draft_tokens": 1},
+}
+
+
 @pytest.mark.parametrize(
-    ("method", "cache", "adaptive"), [("ngram", "paged", False), ("suffix", "radix", False), ("suffix", "paged", True)]
+    ("method", "cache", "adaptive"),
+    [
+        ("ngram", "paged", False),
+        ("suffix", "radix", False),
+        ("suffix", "paged", True),
+        ("the model itself", "paged", False),
+        ("the model itself", "radix", True),
+        ("its first layers", "radix", False),
+    ],
 )
 def test_every_setting_in_company_cold_and_warm(method: str, cache: str, adaptive: bool, plain: dict):
-    llm = make_llm(speculation=method, cache=cache, adaptive=adaptive, max_num_seqs=6, max_num_batched_tokens=32)
+    guessing = MODELS_THAT_GUESS.get(method, {"speculation": method})
+    llm = make_llm(**guessing, cache=cache, adaptive=adaptive, max_num_seqs=6, max_num_batched_tokens=32)
     for name, fields in SETTINGS.items():
         for _ in range(2):
             assert shown(answers(llm, fields, n=2 if "seed" in fields else 1)) == shown(plain[name]), name
@@ -131,10 +148,13 @@ def test_adversaries_change_nothing_but_speed(kind: str, setting: str, plain: di
         assert llm.stats.step - first <= 12
 
 
-@pytest.mark.parametrize("cache", ["paged", "radix"])
-def test_preemption_and_a_small_pool(cache: str, plain: dict):
+@pytest.mark.parametrize(
+    ("method", "cache"),
+    [("suffix", "paged"), ("suffix", "radix"), *((method, "paged") for method in MODELS_THAT_GUESS)],
+)
+def test_preemption_and_a_small_pool(method: str, cache: str, plain: dict):
     llm = make_llm(
-        speculation="suffix",
+        **MODELS_THAT_GUESS.get(method, {"speculation": method}),
         adaptive=False,
         cache=cache,
         max_num_seqs=4,
