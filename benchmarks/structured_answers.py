@@ -5,7 +5,8 @@ Starts a server, asks for an answer to each schema, eight at a time, and has `js
     python -m benchmarks.structured_answers --data DIR [--model tiny|smollm2-135m] [--server-flags "..."]
 
 The tiny model has random weights: whatever the masks let pass, it says sooner or later. Texts would go on for ever, so
-each schema is asked for a second time with a bias towards what closes texts, lists and objects.
+each schema is asked for again with a bias towards what closes texts, lists and objects, and again with one towards
+digits and marks. With `--calls` schemas are those of a function's parameters, and every call is streamed too.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from decimal import Decimal, InvalidOperation, localcontext
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -58,6 +60,8 @@ TINY_LLAMA = {
 CONCURRENCY = 8
 CLOSERS = ['"', '",', '"}', '"]', '":', "}", "]", "}}", "]}", ","]
 CLOSING_BIAS = 9.0  # e^9 is a sixth of the vocabulary's size
+ASCII_MARKS = "".join(chr(code) for code in range(0x20, 0x7F) if not chr(code).isalpha())
+MARKS_BIAS = 6.0
 TIMEOUT_S = 300.0
 MODEL = "answers"
 FORMATS = jsonschema.Draft202012Validator.FORMAT_CHECKER  # has all of them, whatever draft a schema is
@@ -183,17 +187,27 @@ def _end_of_scalar(text: str, start: int, *, only_strings: bool) -> int | None:
 
 
 def what_is_wrong(schema: Any, text: str) -> str:
-    """Why a whole answer is not valid; "" if it is."""
+    """Why a whole answer is not valid; "" if it is. Numbers are what they say: as floats, 0.3 is no multiple of 0.1."""
     try:
-        value = json.loads(text, parse_constant=_refuse)
+        value = json.loads(text, parse_float=_number, parse_constant=_refuse)
     except ValueError as error:
         return f"not JSON: {error}"
+    schema = json.loads(json.dumps(schema), parse_float=_number)
     validator = jsonschema.validators.validator_for(schema, default=jsonschema.Draft202012Validator)
     try:
-        found = next(validator(schema, format_checker=FORMATS).iter_errors(value), None)
+        with localcontext() as context:
+            context.prec = 2000
+            found = next(validator(schema, format_checker=FORMATS).iter_errors(value), None)
     except Exception as error:  # such as a number too large for the library
         return f"jsonschema cannot read it: {error!r}"
     return "" if found is None else f"{found.json_path}: {found.message[:200]} ({list(found.schema_path)})"
+
+
+def _number(text: str) -> Decimal | float:
+    try:
+        return Decimal(text)
+    except InvalidOperation:  # its exponent has more than 18 digits
+        return float(text)
 
 
 def _refuse(constant: str) -> NoReturn:
@@ -204,16 +218,11 @@ def _refuse(constant: str) -> NoReturn:
 
 
 def ask(http: httpx.Client, case: Case, body: dict[str, Any]) -> Answer:
-    """Send one request and judge what comes."""
+    """Send one request for an answer in a schema's form, and judge what comes."""
     form = {"type": "json_schema", "json_schema": {"name": "answer", "schema": case.schema}}
-    try:
-        response = http.post("/v1/completions", json={**body, "response_format": form})
-    except httpx.HTTPError as error:
-        return Answer(case, "failed", repr(error))
-    if response.status_code == 400:
-        return Answer(case, "refused", response.json()["error"]["message"])
+    response = _post(http, "/v1/completions", {**body, "response_format": form})
     if response.status_code != 200:
-        return Answer(case, "failed", f"{response.status_code}: {response.text[:300]}")
+        return _without_answer(case, response)
     choice = response.json()["choices"][0]
     text, finish = choice["text"], choice["finish_reason"]
     if finish == "stop":
@@ -224,15 +233,76 @@ def ask(http: httpx.Client, case: Case, body: dict[str, Any]) -> Answer:
     return Answer(case, "failed", f"finish_reason {finish}", text)
 
 
+def ask_for_call(http: httpx.Client, case: Case, body: dict[str, Any]) -> Answer:
+    """Send one request for calls whose arguments have a schema's form, as a stream too, and judge what comes."""
+    function = {"name": "answer", "strict": True, "parameters": case.schema}
+    body = {name: value for name, value in body.items() if name != "prompt"} | {
+        "messages": [{"role": "user", "content": body["prompt"]}],
+        "tools": [{"type": "function", "function": function}],
+        "tool_choice": "required",
+    }
+    response = _post(http, "/v1/chat/completions", body)
+    if response.status_code != 200:
+        return _without_answer(case, response)
+    choice = response.json()["choices"][0]
+    calls = [call["function"]["arguments"] for call in choice["message"].get("tool_calls") or []]
+    finish, text = choice["finish_reason"], "\n".join(calls)
+    streamed = _post(http, "/v1/chat/completions", {**body, "stream": True})
+    if (problem := _other_in_stream(streamed.text, calls, finish)) != "":
+        return Answer(case, "failed", problem, text)
+    if finish == "tool_calls":
+        problems = [what_is_wrong(case.schema, call) for call in calls] or ["no call"]
+        return Answer(case, "stop", "; ".join(filter(None, problems)), text)
+    return Answer(case, "length" if finish == "length" else "failed", "" if finish == "length" else str(finish), text)
+
+
+def _other_in_stream(stream: str, calls: list[str], finish: str) -> str:
+    """What a stream says other than the answer that is none; "" if nothing."""
+    events = [event.removeprefix("data: ") for event in stream.strip().split("\n\n")]
+    streamed: list[str] = []
+    finish_streamed = None
+    for event in events[:-1]:
+        for choice in json.loads(event).get("choices", []):
+            finish_streamed = choice["finish_reason"] or finish_streamed
+            for call in choice["delta"].get("tool_calls", []):
+                streamed += [""] * (call["index"] + 1 - len(streamed))
+                streamed[call["index"]] += call["function"]["arguments"]
+    if (streamed, finish_streamed) != (calls, finish):
+        return f"a stream with {finish_streamed}: {streamed}, other than {finish}: {calls}"[:2000]
+    return ""
+
+
+def _post(http: httpx.Client, path: str, body: dict[str, Any]) -> httpx.Response:
+    try:
+        return http.post(path, json=body)
+    except httpx.HTTPError as error:
+        return httpx.Response(599, text=repr(error))
+
+
+def _without_answer(case: Case, response: httpx.Response) -> Answer:
+    if response.status_code == 400:
+        return Answer(case, "refused", response.json()["error"]["message"])
+    return Answer(case, "failed", f"{response.status_code}: {response.text[:300]}")
+
+
 def bodies(model: str, max_tokens: int) -> dict[str, dict[str, Any]]:
     """The ways in which each schema is asked for, by name."""
     plain = {"model": MODEL, "prompt": "Some JSON:\n", "max_tokens": max_tokens, "temperature": 1.0}
     if model != "tiny":
         return {"temperature 1": plain}
     tokenizer = load_tokenizer(default_gguf())
-    closers = [tokenizer.encode(closer, add_special_tokens=False, parse_special=False) for closer in CLOSERS]
-    bias = {str(ids[0]): CLOSING_BIAS for ids in closers if len(ids) == 1}
-    return {"random": plain, "random, closing": {**plain, "logit_bias": bias}}
+
+    def bias_of(texts: list[str], bias: float) -> dict[str, float]:
+        encoded = [tokenizer.encode(text, add_special_tokens=False, parse_special=False) for text in texts]
+        return {str(ids[0]): bias for ids in encoded if len(ids) == 1}
+
+    closing = bias_of(CLOSERS, CLOSING_BIAS)
+    marks = bias_of([a + b for a in ASCII_MARKS for b in ["", *ASCII_MARKS]], MARKS_BIAS)
+    return {
+        "random": plain,
+        "random, closing": {**plain, "logit_bias": closing},
+        "random, marks": {**plain, "logit_bias": marks | closing},
+    }
 
 
 def main() -> None:
@@ -244,10 +314,12 @@ def main() -> None:
     parser.add_argument("--max-tokens", type=int, default=256)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--every", type=int, default=1, help="only every n-th schema")
+    parser.add_argument("--calls", action="store_true", help="ask for calls of a function with the schema's parameters")
     parser.add_argument("--refusals", action="store_true", help="also why schemas are refused")
     parser.add_argument("--violations", type=Path, help="file for what is wrong, a JSON object a line")
     args = parser.parse_args()
 
+    asking = ask_for_call if args.calls else ask
     wrong: list[dict[str, Any]] = []
     with (
         serving(args.model, ["--max-model-len", "4096", *shlex.split(args.server_flags)]) as url,
@@ -262,7 +334,7 @@ def main() -> None:
                 started = time.monotonic()
                 seeds = range(args.seed, args.seed + len(cases))
                 answers = list(
-                    pool.map(lambda case, seed, body=body: ask(http, case, {**body, "seed": seed}), cases, seeds)
+                    pool.map(lambda case, seed, body=body: asking(http, case, {**body, "seed": seed}), cases, seeds)
                 )
                 outcomes = Counter(answer.outcome for answer in answers)
                 bad = [answer for answer in answers if answer.problem and answer.outcome != "refused"]

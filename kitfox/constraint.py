@@ -113,11 +113,18 @@ Format = (
 
 
 class Reasoning(msgspec.Struct, frozen=True, kw_only=True):
-    """Marks of the free text that may come before what is constrained. is_open: the prompt has the opener already."""
+    """The free text that may come before what is constrained.
+
+    Attributes:
+        opener, closer: the marks around it.
+        is_open: the prompt has the opener already.
+        max_tokens: behind so many of its tokens comes the closer; None is no limit.
+    """
 
     opener: str
     closer: str
     is_open: bool = False
+    max_tokens: int | None = None
 
 
 class Constraint(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -11,15 +11,17 @@ import codecs
 import json
 import re
 import threading
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
 
-from kitfox.errors import ModelNotFoundError, RequestError, UnsupportedModelError
+from kitfox.errors import KitfoxError, ModelNotFoundError, RequestError, UnsupportedModelError
 from kitfox.gguf_metadata import CONTROL_TOKEN, GgufMetadata
+
+Render = Callable[[str, dict[str, Any]], str]  # a template's jinja2 text and its variables to the text it makes
 
 _METASPACE = "\u2581"
 _UNKNOWN_TOKEN, _USER_DEFINED_TOKEN = 2, 4
@@ -179,7 +181,7 @@ class Tokenizer:
             RequestError: there is no template, it refuses the messages, or content is not text.
         """
         options = {"add_generation_prompt": add_generation_prompt, "continue_final_message": continue_final_message}
-        return self._render(_flatten(messages), template, kwargs, **options)
+        return self._render(_flatten(messages), template, kwargs, None, **options)
 
     def encode_chat(
         self,
@@ -188,23 +190,27 @@ class Tokenizer:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         template: str | None = None,
+        render: Render | None = None,
         **kwargs: Any,
     ) -> list[int]:
         """Token ids of `apply_chat_template`, where only the template's own special tokens become their ids.
 
         The text of a special token inside a message (or a tool's description) stays text: nobody can end a turn by
         writing "<|im_end|>".
+
+        Args:
+            render: renders the template in place of this process.
         """
         options = {"add_generation_prompt": add_generation_prompt, "continue_final_message": continue_final_message}
         messages = _flatten(messages)
         texts = "\0".join(_strings([messages, kwargs]))
         written = self._specials_in(texts)
         if not written:
-            text = self._render(messages, template, kwargs, **options)
+            text = self._render(messages, template, kwargs, render, **options)
             return self.encode(text, add_special_tokens=False)
         mark = _unused_character(texts + (template or self._chat_template or ""))
         starts = re.compile("(?=" + _any_of(written) + ")(.)", re.DOTALL)
-        text = self._render(_mark(messages, starts, mark), template, _mark(kwargs, starts, mark), **options)
+        text = self._render(_mark(messages, starts, mark), template, _mark(kwargs, starts, mark), render, **options)
         return self._encode_marked(text, mark)
 
     def _specials_in(self, text: str) -> list[str]:
@@ -231,6 +237,7 @@ class Tokenizer:
         messages: list[dict[str, Any]],
         template: str | None,
         variables: Mapping[str, Any],
+        render: Render | None,
         *,
         add_generation_prompt: bool,
         continue_final_message: bool,
@@ -243,8 +250,11 @@ class Tokenizer:
             add_generation_prompt = False
             messages, end = _with_end_mark(messages)
         values = {**self._named_tokens, **variables, "add_generation_prompt": add_generation_prompt}
+        values["messages"] = messages
         try:
-            text = self._compile(source).render(messages=messages, **values)
+            text = self._compile(source).render(**values) if render is None else render(source, values)
+        except KitfoxError:
+            raise
         except (Exception, RecursionError) as error:  # a template may raise anything; its text is the caller's answer
             raise RequestError(f"chat template: {error}", param="messages") from None
         if not end:
@@ -257,7 +267,7 @@ class Tokenizer:
     def _compile(self, source: str) -> Any:
         compiled = self._compiled.get(source)
         if compiled is None:
-            compiled = _environment().from_string(source)
+            compiled = template_environment().from_string(source)
             if source == self._chat_template:  # others come from requests and must not pile up
                 self._compiled[source] = compiled
         return compiled
@@ -421,7 +431,7 @@ def _mark(value: Any, starts: re.Pattern[str], mark: str) -> Any:
     return value
 
 
-def _environment() -> Any:
+def template_environment() -> Any:
     """Jinja as model templates expect it, sandboxed: no attribute access to Python's insides, no huge ranges."""
     from datetime import datetime
 

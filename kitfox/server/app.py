@@ -48,6 +48,7 @@ from kitfox.server.options import ServerOptions
 from kitfox.server.parsing import add_parsing_routes
 from kitfox.server.sglang import add_native_routes
 from kitfox.server.spans import RequestSpans, otlp_exporter
+from kitfox.server.templates import TemplateRenderer
 from kitfox.server.validation import (
     convert_body,
     error_body,
@@ -95,6 +96,8 @@ def make_app(llm: AsyncLLM, options: ServerOptions | None = None) -> FastAPI:
         llm.start()
         async with batches.running():
             yield
+        if renderer is not None:
+            await asyncio.to_thread(renderer.stop)
         if llm.health not in ("draining", "dead"):
             await llm.shutdown()
         if spans is not None:
@@ -111,7 +114,8 @@ def make_app(llm: AsyncLLM, options: ServerOptions | None = None) -> FastAPI:
     _add_error_handlers(app)
     app.state.strict = options.strict
     dialect = ChatDialect.choose(llm.tokenizer, options.tool_call_parser, options.reasoning_parser)
-    generator = Generator(llm, metrics, dialect, strict=options.strict)
+    renderer = TemplateRenderer() if options.trust_request_chat_template else None
+    generator = Generator(llm, metrics, dialect, strict=options.strict, renderer=renderer)
     _add_generation_routes(app, generator, max_body_bytes)
     anthropic.add_routes(app, generator, max_body_bytes, _respond)
     responses.add_routes(app, generator, max_body_bytes, _respond)
@@ -465,7 +469,7 @@ def _state_body(llm: AsyncLLM) -> dict[str, Any]:
 class _DrainingServer(uvicorn.Server):
     """uvicorn that keeps answering while the engine drains: new requests get 503, /ready too, running ones finish.
 
-    A second signal ends at once.
+    A second signal ends at once, and so does the first while nothing can finish.
     """
 
     def __init__(self, config: uvicorn.Config, llm: AsyncLLM, drain_s: float):
@@ -489,7 +493,10 @@ class _DrainingServer(uvicorn.Server):
     def _on_signal(self, sig: int) -> None:
         assert self._loop is not None
         name = signal.Signals(sig).name
-        if self._drain is None:
+        if self._drain is None and self._llm.is_paused:
+            logger.warning("%s: stopping now, as requests are paused and cannot finish", name)
+            self._drain = self._loop.create_task(self._drain_then_exit(0.0))
+        elif self._drain is None:
             logger.warning("%s: finishing running requests for up to %g s; again to stop now", name, self._drain_s)
             self._drain = self._loop.create_task(self._drain_then_exit(self._drain_s))
         elif not self.should_exit:

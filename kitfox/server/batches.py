@@ -48,6 +48,7 @@ MAX_LISTED_BATCHES = 100
 MAX_ATTEMPTS = 3  # at a line with which the engine fails: it may not be the line's fault
 LOWEST_PRIORITY = 2**31 - 1
 ROOM_POLL_S = 0.005
+TAKE_OVER_POLL_S = 5.0
 
 Status = Literal[
     "validating", "failed", "in_progress", "finalizing", "completed", "expired", "cancelling", "cancelled"
@@ -273,15 +274,29 @@ class BatchRunner:
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
         """While it lasts, batches are answered; those of the last server first."""
+        take_over = asyncio.create_task(self._take_over())
         try:
-            if self._folder.exists():
-                try:
-                    self._known()
-                except KitfoxError as error:
-                    logger.warning("files and batches are not served: %s", error.message)
             yield
         finally:
+            take_over.cancel()
+            await asyncio.gather(take_over, return_exceptions=True)
             await self.stop()
+
+    async def _take_over(self) -> None:
+        """Go on with what is unfinished, once the folder is ours: the last server may still be ending, or go on."""
+        is_told = False
+        while self._folder.exists():
+            try:
+                self._known()
+                return
+            except KitfoxError as error:
+                if not is_told:
+                    logger.warning("files and batches are not served yet: %s", error.message)
+                is_told = True
+            except Exception:
+                logger.exception("the batches in %s cannot be read", self._folder)
+                return
+            await asyncio.sleep(TAKE_OVER_POLL_S)
 
     async def stop(self) -> None:
         """Leave what is unfinished for the next server."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import hashlib
 import json
 import re
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import msgspec
 
-from kitfox.constraint import Alternatives, Constraint, Reasoning
+from kitfox.constraint import Alternatives, AnyText, Constraint, Reasoning
 from kitfox.errors import ConfigError, InvalidParameterError, RequestError, UnsupportedParameterError
 from kitfox.server.generation import ENCODE_IN_THREAD_CHARS
 from kitfox.server.parsers import (
@@ -26,15 +27,17 @@ from kitfox.server.parsers import (
     detect_tool_call_parser,
 )
 from kitfox.server.structured import check_types
+from kitfox.server.templates import CallArguments, TemplateRenderer
 from kitfox.server.validation import decode_json
 
 if TYPE_CHECKING:
     from kitfox.tokenizer import Tokenizer
 
 MAX_TOOLS = 128
+MAX_THINKING_TOKENS = 2**31 - 1
 RESERVED_TEMPLATE_KWARGS = {
     "add_generation_prompt", "bos_token", "chat_template", "continue_final_message", "conversation", "documents",
-    "eos_token", "messages", "return_dict", "return_tensors", "self", "template", "tokenize", "tools",
+    "eos_token", "messages", "render", "return_dict", "return_tensors", "self", "template", "tokenize", "tools",
 }  # fmt: skip
 ReasoningState = Literal["none", "ahead", "open", "over"]
 _LAST_TOKENS = 16  # of a prompt: enough to hold the mark that opens or closes reasoning
@@ -96,6 +99,8 @@ class ConversationFields(Protocol):
     @property
     def continue_final_message(self) -> bool: ...
     @property
+    def chat_template(self) -> str | None: ...
+    @property
     def chat_template_kwargs(self) -> dict[str, Any]: ...
 
 
@@ -156,6 +161,25 @@ def constrain_calls(
     if all(parameters is None for parameters in functions.values()):
         return None
     return Constraint(format=parser.text_format(functions, calling.max_calls), param="tools")
+
+
+def free_answer(calling: Calling, parser: type[ToolCallParser] | None, *, param: str) -> Constraint:
+    """What is no constraint on an answer itself: any text, and calls where there are tools."""
+    if parser is None or not calling.tools:
+        return Constraint(format=AnyText(), param=param)
+    functions = {tool.function.name: None for tool in calling.tools}
+    return Constraint(format=parser.text_format(functions, calling.max_calls), param=param)
+
+
+def check_thinking_budget(budget: int, prompt: ChatPrompt, dialect: ChatDialect) -> None:
+    """Raises RequestError for a number of tokens that cannot be, or a model whose reasoning cannot be told."""
+    if not 0 <= budget <= MAX_THINKING_TOKENS:
+        limit = f"must be in [0, {MAX_THINKING_TOKENS}], or -1 for no limit"
+        raise InvalidParameterError("thinking_token_budget", limit, budget)
+    if dialect.reasoning_marks is None:
+        raise UnsupportedParameterError("thinking_token_budget", "needs a model that reasons, or --reasoning-parser")
+    if prompt.reasoning == "ahead" and not dialect.opens_by_token:
+        raise UnsupportedParameterError("thinking_token_budget", "needs a model whose reasoning begins with one token")
 
 
 def check_calling(tools: Sequence[Tool], tool_choice: str | dict[str, Any] | None, *, parallel: bool) -> Calling:
@@ -220,6 +244,7 @@ class ChatDialect:
         reasoning_marks: opener and closer; None leaves reasoning in the text.
         tool_mark_ids, reasoning_mark_ids: special tokens that must stay in an answer's text for it to be read.
         reasoning_end_id: the closer, where it is one token.
+        opens_by_token: the opener is one token.
         shows_tools, shows_calls: whether the template prints tools, and calls of earlier turns; we print them if not.
         null_content: the template tells calls by a message without content.
         variables: of those that decide on reasoning, what the template reads.
@@ -230,6 +255,7 @@ class ChatDialect:
     tool_mark_ids: tuple[int, ...] = ()
     reasoning_mark_ids: tuple[int, ...] = ()
     reasoning_end_id: int | None = None
+    opens_by_token: bool = False
     shows_tools: bool = False
     shows_calls: bool = False
     null_content: bool = False
@@ -262,13 +288,25 @@ class ChatDialect:
         def ids_of(texts: Iterable[str]) -> tuple[int, ...]:
             return tuple(i for text in texts if (i := tokenizer.special_token_id(text)) is not None)
 
-        closing = tokenizer.encode(reasoning_marks[1], add_special_tokens=False) if reasoning_marks else []
+        opening, closing = [tokenizer.encode(mark, add_special_tokens=False) for mark in reasoning_marks or ()] or [
+            [],
+            [],
+        ]
         return cls(
             parser,
             reasoning_marks,
             tool_mark_ids=ids_of(parser.marks if parser else ()),
             reasoning_mark_ids=ids_of(reasoning_marks or ()),
             reasoning_end_id=closing[0] if len(closing) == 1 else None,
+            opens_by_token=len(opening) == 1,
+        ).showing(template)
+
+    def showing(self, template: str | None) -> ChatDialect:
+        """The same model through a template of a request's own; None leaves it as it is."""
+        if template is None:
+            return self
+        return dataclasses.replace(
+            self,
             shows_tools=re.search(r"\btools\b", template) is not None,
             shows_calls="tool_calls" in template,
             null_content=re.search(r"== 'assistant' and message\['content'\] is none", template) is not None,
@@ -287,19 +325,6 @@ class ChatDialect:
 
 
 # ---- messages -------------------------------------------------------------------------------------------------------
-
-
-class _Arguments(dict[str, Any]):
-    """Arguments of a call for a template: most want the object, some join texts; this is its own JSON text there."""
-
-    def __str__(self) -> str:
-        return json.dumps(self, ensure_ascii=False)
-
-    def __add__(self, other: str) -> str:
-        return str(self) + other
-
-    def __radd__(self, other: str) -> str:
-        return other + str(self)
 
 
 def make_messages(messages: Sequence[ChatMessage], dialect: ChatDialect) -> list[dict[str, Any]]:
@@ -368,14 +393,14 @@ def _call_id(call_id: str, dialect: ChatDialect) -> str:
     return hashlib.sha256(call_id.encode()).hexdigest()[:9]
 
 
-def _arguments_of(call: FunctionCall) -> _Arguments | str:
+def _arguments_of(call: FunctionCall) -> CallArguments | str:
     if isinstance(call.arguments, dict):
-        return _Arguments(call.arguments)
+        return CallArguments(call.arguments)
     try:
         value = decode_json((call.arguments or "{}").encode())
     except RequestError:  # what a model wrote, and its client sends back, may be no JSON, or too deep for a template
         return call.arguments
-    return _Arguments(value) if isinstance(value, dict) else call.arguments
+    return CallArguments(value) if isinstance(value, dict) else call.arguments
 
 
 def _join_parts(content: str | list[ContentPart], place: str) -> str:
@@ -494,11 +519,14 @@ async def encode_conversation(
     source: ConversationFields,
     calling: Calling = NO_CALLING,
     template_kwargs: dict[str, Any] | None = None,
+    renderer: TemplateRenderer | None = None,
 ) -> ChatPrompt:
-    """Token ids of a conversation through the model's chat template.
+    """Token ids of a conversation through the model's chat template, or the request's own.
 
     Args:
+        dialect: as the template that is used shows it.
         template_kwargs: variables for the template that the request does not set itself.
+        renderer: of templates from requests.
 
     Raises:
         RequestError: a message is not acceptable, flags contradict each other, or the template refuses.
@@ -531,13 +559,20 @@ async def encode_conversation(
         form = (dialect.tool_parser or ToolCallParser).form
         _add_description(messages, describe_tools(calling.tools, form))
 
+    own = source.chat_template
+    if own is not None:
+        assert renderer is not None, "who takes a template from a request brings what renders it"
+        kwargs |= {"template": own, "render": renderer.render}
+
     def encode() -> list[int]:
         return tokenizer.encode_chat(
             messages, add_generation_prompt=add_generation_prompt, continue_final_message=continues, **kwargs
         )
 
     size = sum(len(message["content"] or "") for message in messages) + len(msgspec.json.encode(calling.tools))
-    if size > ENCODE_IN_THREAD_CHARS:
+    if own is not None and renderer is not None:
+        token_ids = await renderer.run(encode)
+    elif size > ENCODE_IN_THREAD_CHARS:
         token_ids = await asyncio.to_thread(encode)
     else:
         token_ids = encode()

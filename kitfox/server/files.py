@@ -75,16 +75,22 @@ class FileStore:
             return
         try:
             self._content.mkdir(parents=True, exist_ok=True)
-            lock = (self.folder / "lock").open("w")
+            lock = (self.folder / "lock").open("a+")
         except OSError as error:
             raise StorageError(f"the storage folder cannot be used: {error}. Choose one with --storage-dir") from None
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
+            lock.seek(0)
+            owner = lock.read(20).strip() or "unknown"
             lock.close()
             raise StorageError(
-                "another server uses this one's storage folder: give each its own with --storage-dir"
+                f"the storage folder {self.folder} belongs to another server (process {owner}) until that ends: "
+                "give each its own with --storage-dir"
             ) from None
+        lock.truncate(0)
+        lock.write(str(os.getpid()))
+        lock.flush()
         self._lock = lock
         described = [
             msgspec.json.decode(path.read_bytes(), type=StoredFile) for path in self._content.glob("file-*.json")

@@ -25,6 +25,7 @@ from kitfox.errors import (
     QueueFullError,
     RequestError,
     ShuttingDownError,
+    UnsupportedParameterError,
 )
 from kitfox.outputs import RequestOutput
 from kitfox.request import MAX_N, FinishReason, SamplingParams
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
 
     from kitfox.engine.async_llm import AsyncLLM
     from kitfox.server.conversation import ChatDialect
+    from kitfox.server.templates import TemplateRenderer
     from kitfox.tokenizer import Tokenizer
 
 MAX_PROMPTS = 2048
@@ -190,13 +192,33 @@ class Respond(Protocol):
 class Generator:
     """Opens jobs on one engine; knows which answer ids are in use, and the model's dialect in chats."""
 
-    def __init__(self, llm: AsyncLLM, metrics: ServerMetrics, dialect: ChatDialect, *, strict: bool = False):
-        """`strict` refuses what would be listed as ignored."""
+    def __init__(
+        self,
+        llm: AsyncLLM,
+        metrics: ServerMetrics,
+        dialect: ChatDialect,
+        *,
+        strict: bool = False,
+        renderer: TemplateRenderer | None = None,
+    ):
+        """`strict` refuses what would be listed as ignored; `renderer` takes templates from requests, None refuses."""
         self.llm = llm
+        self._renderer = renderer
         self.strict = strict
         self.dialect = dialect
         self._metrics = metrics
         self._ids_in_use: set[str] = set()
+
+    def renderer_of(self, chat_template: str | None) -> TemplateRenderer | None:
+        """What renders a request's own template; None where it has none.
+
+        Raises:
+            UnsupportedParameterError: this server takes none.
+        """
+        if chat_template is not None and self._renderer is None:
+            reason = "is not supported: this server runs without --trust-request-chat-template"
+            raise UnsupportedParameterError("chat_template", reason)
+        return None if chat_template is None else self._renderer
 
     def claim_id(self, prefix: str, client_id: str | None) -> str:
         """An id "PREFIX..." that no open request has; a client's own id is part of it. To be given to `open`.

@@ -33,8 +33,10 @@ from kitfox.server.conversation import (
     ChatPrompt,
     Tool,
     check_calling,
+    check_thinking_budget,
     constrain_calls,
     encode_conversation,
+    free_answer,
 )
 from kitfox.server.generation import (
     Generator,
@@ -61,6 +63,7 @@ LOWEST_LOGPROB = -9999.0  # JSON has no minus infinity
 DEFAULT_COMPLETION_TOKENS = 16
 DEFAULTED_FIELDS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "stream_interval")
 DONE = b"data: [DONE]\n\n"
+UNASKED_OF_PROMPT = {"prompt_token_ids": None, "prompt_logprobs": None}  # vLLM's clients expect the names to be there
 
 _encode = msgspec.json.Encoder().encode
 
@@ -140,11 +143,13 @@ class ChatRequest(GenerationFields, kw_only=True):
     add_special_tokens: bool = False
     add_generation_prompt: bool | None = None
     continue_final_message: bool = False
+    chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] = msgspec.field(default_factory=dict)
     tools: list[Tool] = msgspec.field(default_factory=list)
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool = True
     reasoning_effort: str | None = None
+    thinking_token_budget: int | None = None
     include_reasoning: bool = True
     separate_reasoning: bool = True
 
@@ -158,6 +163,7 @@ class TokenizeRequest(msgspec.Struct, kw_only=True):
     add_special_tokens: bool = True
     add_generation_prompt: bool | None = None
     continue_final_message: bool = False
+    chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] = msgspec.field(default_factory=dict)
     tools: list[Tool] = msgspec.field(default_factory=list)
     return_token_strs: bool = False
@@ -179,7 +185,8 @@ class OpenAIJob(Job):
     """A job of one of OpenAI's two endpoints, with how its answer is wanted.
 
     Attributes:
-        echo_logprobs: the prompt's logprobs belong into the echoed answer, not into a field of their own.
+        echo_logprobs: the prompt's logprobs belong into the echoed answer.
+        shows_prompt_logprobs: they belong into a field of their own.
         make_parser: what reads reasoning and tool calls out of one answer's text; None leaves the text alone.
         include_reasoning: reasoning that was found is part of the answer.
     """
@@ -193,6 +200,7 @@ class OpenAIJob(Job):
     return_prompt_text: bool
     echo: bool
     echo_logprobs: bool
+    shows_prompt_logprobs: bool
     ignored_parameters: list[str]
     make_parser: Callable[[], AnswerParser] | None = None
     include_reasoning: bool = True
@@ -274,13 +282,17 @@ async def encode_messages(generator: Generator, source: ChatRequest | TokenizeRe
         prompt, _, _ = await _encode_chat(generator, source)
     else:
         calling = check_calling(source.tools, None, parallel=True)
-        prompt = await encode_conversation(generator.llm.tokenizer, generator.dialect, source, calling)
+        dialect = generator.dialect.showing(source.chat_template)
+        renderer = generator.renderer_of(source.chat_template)
+        tokenizer = generator.llm.tokenizer
+        prompt = await encode_conversation(tokenizer, dialect, source, calling, renderer=renderer)
     return prompt.token_ids
 
 
 async def _encode_chat(generator: Generator, fields: ChatRequest) -> tuple[ChatPrompt, Calling, list[str]]:
     """The prompt, which calls are wanted, and the names of parameters that cannot be honoured for this model."""
-    dialect = generator.dialect
+    renderer = generator.renderer_of(fields.chat_template)
+    dialect = generator.dialect.showing(fields.chat_template)
     calling = check_calling(fields.tools, fields.tool_choice, parallel=fields.parallel_tool_calls)
     kwargs = dialect.effort_kwargs(fields.reasoning_effort)
     unused = [] if kwargs is not None else ["reasoning_effort"]
@@ -288,7 +300,7 @@ async def _encode_chat(generator: Generator, fields: ChatRequest) -> tuple[ChatP
         unused.append("tools[].function.strict")
     if generator.strict:
         refuse_ignored(unused)
-    prompt = await encode_conversation(generator.llm.tokenizer, dialect, fields, calling, kwargs)
+    prompt = await encode_conversation(generator.llm.tokenizer, dialect, fields, calling, kwargs, renderer)
     return prompt, calling, unused
 
 
@@ -418,7 +430,7 @@ class PieceMaker:
         if job.return_token_ids:
             piece.prompt_token_ids = prompt.token_ids
         logprobs = self._prompt_logprobs.get(prompt_index)
-        if logprobs is not None and not job.echo_logprobs:
+        if logprobs is not None and job.shows_prompt_logprobs:
             piece.prompt_logprobs = [None if entry is None else self._vendor_entry(entry) for entry in logprobs]
         if not job.echo and not job.return_prompt_text:
             return
@@ -616,10 +628,12 @@ class Reply:
         in_order = [answers[index] for index in sorted(answers)]
         assert len(in_order) == len(job.prompts) * job.sampling.n, "an answer is missing although all streams ended"
         body = self._head("chat.completion" if job.is_chat else "text_completion")
-        body["choices"] = [self._chat_choice(p) if job.is_chat else self._completion_choice(p) for p in in_order]
+        unasked = {"token_ids": None} if job.is_chat else {"token_ids": None} | UNASKED_OF_PROMPT
+        choice_of = self._chat_choice if job.is_chat else self._completion_choice
+        body["choices"] = [unasked | choice_of(piece) for piece in in_order]
         body["usage"] = self.usage.as_dict()
         if job.is_chat:
-            body |= _prompt_fields(in_order[0])
+            body |= UNASKED_OF_PROMPT | _prompt_fields(in_order[0])
         if self.timings is not None:
             body["timings"] = _timings_dict(self.timings)
         if job.ignored_parameters:
@@ -826,8 +840,15 @@ class OpenAIService:
         prompt, calling, unused = await _encode_chat(self._generator, fields)
         dialect = self._generator.dialect
         constraint = constrain_calls(sampling.constraint, calling, dialect.tool_parser)
+        reasoning = prompt.reasoning_before(dialect)
+        budget = fields.thinking_token_budget
+        if budget is not None and budget != -1:
+            check_thinking_budget(budget, prompt, dialect)
+            if reasoning is not None:
+                reasoning = msgspec.structs.replace(reasoning, max_tokens=budget)
+                constraint = constraint or free_answer(calling, dialect.tool_parser, param="thinking_token_budget")
         if constraint is not None:
-            constraint = msgspec.structs.replace(constraint, reasoning=prompt.reasoning_before(dialect))
+            constraint = msgspec.structs.replace(constraint, reasoning=reasoning)
             sampling = msgspec.structs.replace(sampling, constraint=constraint)
         make_parser = prompt.parser_maker(dialect, calling, separate_reasoning=fields.separate_reasoning)
         if make_parser is not None:
@@ -884,6 +905,7 @@ class OpenAIService:
             return_prompt_text=fields.return_prompt_text,
             echo=echo,
             echo_logprobs=echo_logprobs,
+            shows_prompt_logprobs=fields.prompt_logprobs is not None,
             ignored_parameters=ignored,
             make_parser=make_parser,
             include_reasoning=include_reasoning,
@@ -904,6 +926,7 @@ async def tokenize(generator: Generator, fields: TokenizeRequest) -> dict[str, A
     check_model(llm, fields.model)
     if (fields.prompt is None) == (fields.messages is None):
         raise RequestError("exactly one of prompt and messages is required", param="prompt")
+    generator.renderer_of(fields.chat_template)  # refused where it is, whether it would be used or not
     if fields.prompt is not None:
         tokens = await encode_text(llm.tokenizer, fields.prompt, add_special_tokens=fields.add_special_tokens)
     else:

@@ -32,6 +32,7 @@ class ServerOptions:
         log_requests: one line a request at its end.
         profile_dir: folder that /stop_profile writes into; "" is a fresh temporary one each time.
         storage_dir: folder of files and batches, for this server alone; "" is `storage` in the cache folder.
+        trust_request_chat_template: take chat templates from requests.
         tool_call_parser, reasoning_parser: how answers to chats are read: a parser's name, "auto" (as the model's chat
             template says) or "none".
         otlp_traces_endpoint: URL that gets a span of each request; "" is none.
@@ -63,6 +64,7 @@ class ServerOptions:
     log_requests: bool = True
     profile_dir: str = ""
     strict: bool = False
+    trust_request_chat_template: bool = False
     tool_call_parser: str = "auto"
     reasoning_parser: str = "auto"
     otlp_traces_endpoint: str = ""

@@ -6,6 +6,7 @@ The answer's object is the one state: a stream shows how it grows, a poll shows 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import time
 import uuid
@@ -21,7 +22,7 @@ from starlette.convertors import StringConvertor, register_url_convertor
 from kitfox.errors import InvalidParameterError, KitfoxError, RequestError, UnsupportedParameterError
 from kitfox.server.conversation import ChatMessage, ContentPart, FunctionCall, FunctionSpec, Tool, ToolCall
 from kitfox.server.generation import Generator, Respond
-from kitfox.server.openai import ChatRequest, GenerationFields, OpenAIService, Reply
+from kitfox.server.openai import ChatRequest, GenerationFields, OpenAIService, Reply, encode_messages
 from kitfox.server.structured import ResponseFormat
 from kitfox.server.translation import (
     Part,
@@ -41,6 +42,7 @@ MAX_STORED_RESPONSES = 4096
 MAX_STORED_BYTES = 64 * 2**20
 MAX_LISTED_ITEMS = 100
 MAX_METADATA_ENTRIES = 16
+USUAL_ANSWER_SHARE = 8  # of the context, the part that is kept for an answer without max_output_tokens
 FOREIGN_PARAMETERS = ("max_tokens", "request_id", "response_format", "rid")
 LOGPROBS = "message.output_text.logprobs"
 # Of what belongs to tools on OpenAI's side there is never any; and reasoning is shown in the clear.
@@ -131,8 +133,8 @@ def check_request(fields: ResponsesRequest) -> None:
     for name in ("conversation", "prompt"):
         if getattr(fields, name) is not None:
             raise UnsupportedParameterError(name)
-    if fields.truncation != "disabled":
-        raise UnsupportedParameterError("truncation", 'must be "disabled": nothing is cut from a conversation')
+    if fields.truncation not in ("auto", "disabled"):
+        raise InvalidParameterError("truncation", "must be auto or disabled", fields.truncation)
     for name in fields.include:
         if name != LOGPROBS and name not in NEEDLESS_INCLUDES:
             raise InvalidParameterError("include", "must name parts of a response", name)
@@ -260,6 +262,63 @@ def make_chat(fields: ResponsesRequest, context: list[Item]) -> ChatRequest:
             "chat_template_kwargs": fields.chat_template_kwargs,
         }
     )
+
+
+async def fitted(generator: Generator, fields: ResponsesRequest, context: list[Item]) -> list[Item]:
+    """What truncation "auto" leaves of a conversation: all of it if it fits, else its end with room for an answer.
+
+    System messages stay; the rest goes from the oldest on, up to a message of a user if that helps, else from behind
+    the last one. No result stays whose call is gone. What does not fit even so is left to be refused.
+    """
+    if fields.truncation != "auto":
+        return context
+    stats, num_answer_tokens = generator.llm.stats, fields.max_output_tokens
+    room = min(generator.llm.max_model_len, stats.num_blocks * stats.block_size)
+
+    async def fits(items: list[Item], num_spared_tokens: int) -> bool:
+        token_ids = await encode_messages(generator, make_chat(fields, items))
+        return len(token_ids) + num_spared_tokens <= room
+
+    if await fits(context, num_answer_tokens or 1):
+        return context
+    num_spared_tokens = num_answer_tokens or room // USUAL_ANSWER_SHARE
+    cuts = _cuts(context)
+    first, behind = 0, len(cuts) - 1
+    while first < behind:  # the longest one that fits: each is shorter than the one before
+        middle = (first + behind) // 2
+        if await fits(_cut_at(context, *cuts[middle]), num_spared_tokens):
+            behind = middle
+        else:
+            first = middle + 1
+    return _cut_at(context, *cuts[first]) if cuts else context
+
+
+def _cuts(context: list[Item]) -> list[tuple[int, int]]:
+    """What truncation may leave of a conversation, each shorter than the one before.
+
+    Returns:
+        Where the end begins that stays, and a message that stays before it.
+    """
+    users = [place for place, item in enumerate(context) if item.type == "message" and item.role == "user"]
+    last = users[-1] if users else -1
+    calls = {item.call_id: place for place, item in enumerate(context) if item.type == "function_call"}
+    num_torn = [0] * (len(context) + 1)  # first the changes from place to place: results whose calls would be gone
+    for place, item in enumerate(context):
+        call = calls.get(item.call_id) if item.type == "function_call_output" else None
+        if call is not None and call < place:
+            num_torn[call + 1] += 1
+            num_torn[place + 1] -= 1
+    num_torn = list(itertools.accumulate(num_torn))
+    starts = [*users[1:], *range(last + 2, len(context))]
+    return [(start, last) for start in starts if num_torn[start] == 0]
+
+
+def _cut_at(context: list[Item], start: int, kept: int) -> list[Item]:
+    return [
+        item
+        for place, item in enumerate(context)
+        if place >= start or place == kept or (item.type == "message" and item.role in ("system", "developer"))
+    ]
 
 
 def _chosen_tools(fields: ResponsesRequest) -> tuple[list[Tool], str | dict[str, Any]]:
@@ -623,7 +682,7 @@ def add_routes(app: FastAPI, generator: Generator, max_body_bytes: int, respond:
         context = make_items(fields.input)
         if fields.previous_response_id is not None:
             context = store.context_after(fields.previous_response_id) + context
-        chat = make_chat(fields, context)
+        chat = make_chat(fields, await fitted(generator, fields, context))
         reply = await service.chat(chat, ignored, None, id_prefix="resp_", format_param="text.format")
         response = ResponseReply(reply, fields, context)
         if fields.store:

@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import jsonschema
+import psutil
 import pytest
 
+from benchmarks.grammar_masks import SUITES, load_suite
+from benchmarks.paths import default_gguf
+from benchmarks.structured_answers import ask, begins_json, bodies, what_is_wrong, write_tiny_model
 from tests.e2e.test_server import MODEL, Server, known_good_text
 from tests.server.fault_table import CHAT, COMPLETIONS, stream_chunks
 
@@ -44,6 +52,8 @@ WEATHER = {
     },
 }
 TIME = {"type": "function", "function": {"name": "time"}}
+DATA = Path(os.environ.get("KITFOX_JSON_SCHEMA_DATA", Path(__file__).parents[3] / "shared/data/jsonschema"))
+needs_data = pytest.mark.skipif(not DATA.is_dir(), reason="the suites are not here (KITFOX_JSON_SCHEMA_DATA)")
 
 
 @pytest.fixture(scope="module")
@@ -279,3 +289,194 @@ def test_what_a_function_cannot_be_held_to_is_named(server: Server) -> None:
     for stream in (False, True):
         response = server.http.post(CHAT, json=body | {"stream": stream})
         assert (response.status_code, response.json()["error"]["param"]) == (400, "tools"), response.text
+
+
+# ---- random weights: what the masks let pass is said sooner or later ------------------------------------------------
+
+
+def start_tiny(directory: Path, *flags: str) -> Server:
+    """A server whose model answers anything at all."""
+    write_tiny_model(directory)
+    flags = ("--load-format", "dummy", "--tokenizer", str(default_gguf()), "--max-model-len", "4096", *flags)
+    server = Server("kitfox", "serve", str(directory), *flags)
+    server.wait_until_ready()
+    return server
+
+
+@pytest.fixture(scope="module", params=["paged", "radix"])
+def tiny(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    server = start_tiny(tmp_path_factory.mktemp("tiny"), "--cache", request.param)
+    yield server
+    assert server.stop() == 0
+
+
+MIXED: list[tuple[str, dict[str, Any]]] = [
+    (COMPLETIONS, {"json_schema": PERSON}),
+    (COMPLETIONS, {"regex": "[a-z]{3,9} [0-9]{2}(\\.[A-F]+)?", "logprobs": 2}),
+    (COMPLETIONS, {"structured_outputs": {"choice": ["yes", "no", "maybe not", "maybe"]}, "logprobs": 1}),
+    (COMPLETIONS, {"ebnf": 'root ::= item ("," item){2,9}\nitem ::= [a-c]+ "!" | "\\u00e9\\u20ac" | "<" root ">"'}),
+    (COMPLETIONS, {"grammar": 'start: (word " ")* word\nword: /[a-z]{1,5}/ | "[" start "]"', "max_tokens": 40}),
+    (
+        COMPLETIONS,
+        {
+            "structural_tag": {
+                "type": "structural_tag",
+                "structures": [{"begin": "<f>", "schema": PERSON, "end": "</f>"}],
+                "triggers": ["<f"],
+            },
+            "max_tokens": 60,
+        },
+    ),
+    (CHAT, {"tools": [WEATHER, TIME], "tool_choice": "required", "logprobs": True, "top_logprobs": 2}),
+    (COMPLETIONS, {"max_tokens": 60, "logprobs": 2}),
+]
+
+
+def put_together(path: str, events: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """What clients read of a stream: its choices as an answer that is no stream has them."""
+    choices: dict[int, dict[str, Any]] = {}
+    for choice in (choice for event in events for choice in event["choices"]):
+        made = choices.setdefault(choice["index"], {"text": "", "calls": [], "finish": None, "logprobs": []})
+        made["finish"] = choice["finish_reason"] or made["finish"]
+        delta = choice["delta"] if path == CHAT else {"content": choice["text"]}
+        made["text"] += delta.get("content") or ""
+        for call in delta.get("tool_calls", []):
+            if "id" in call:
+                made["calls"].append([call["function"]["name"], ""])
+            made["calls"][call["index"]][1] += call["function"]["arguments"]
+        made["logprobs"] += flat_logprobs(choice)
+    return [choices[index] for index in sorted(choices)]
+
+
+def as_read(path: str, body: dict[str, Any]) -> list[dict[str, Any]]:
+    """The same of an answer that is no stream."""
+    made = []
+    for choice in sorted(body["choices"], key=lambda choice: choice["index"]):
+        message = choice["message"] if path == CHAT else {"content": choice["text"]}
+        calls = [[call["function"]["name"], call["function"]["arguments"]] for call in message.get("tool_calls") or []]
+        text, finish = message["content"] or "", choice["finish_reason"]
+        made.append({"text": text, "calls": calls, "finish": finish, "logprobs": flat_logprobs(choice)})
+    return made
+
+
+def flat_logprobs(choice: dict[str, Any]) -> list[Any]:
+    """A token and its log probability each."""
+    logprobs = choice.get("logprobs")
+    if not logprobs:
+        return []
+    if "content" in logprobs:
+        return [(entry["token"], entry["logprob"]) for entry in logprobs["content"] or []]
+    return list(zip(logprobs["tokens"], logprobs["token_logprobs"], strict=True))
+
+
+def test_eight_streams_of_all_kinds_say_what_is_said_without(tiny: Server) -> None:
+    """Each twice over, with two answers, in company and alone."""
+
+    def post(number: int, stream: bool) -> list[dict[str, Any]]:
+        path, fields = MIXED[number]
+        body = {"model": MODEL, "max_tokens": 200, "temperature": 1, "seed": number, "n": 2, "stream": stream} | fields
+        body |= {"messages": USER} if path == CHAT else {"prompt": "A quick brown fox"}
+        response = tiny.http.post(path, json=body)
+        assert response.status_code == 200, response.text
+        if stream:
+            return put_together(path, stream_chunks(response.text))
+        return as_read(path, response.json())
+
+    numbers = list(range(len(MIXED)))
+    with ThreadPoolExecutor(len(MIXED)) as pool:
+        streamed = list(pool.map(post, numbers, [True] * len(MIXED)))
+        whole = list(pool.map(post, numbers, [False] * len(MIXED)))
+    for number, (_, fields) in enumerate(MIXED):
+        assert len(whole[number]) == 2, fields
+        assert streamed[number] == whole[number], fields
+        assert post(number, True) == whole[number], fields
+    for choice in whole[0]:
+        assert (
+            begins_json(choice["text"]) if choice["finish"] == "length" else not what_is_wrong(PERSON, choice["text"])
+        )
+
+
+ENDS: dict[str, dict[str, Any]] = {
+    "nothing": {},
+    "stop texts": {"stop": ['"', "a", "}", ","]},
+    "min_tokens": {"min_tokens": 100},
+    "ignore_eos": {"ignore_eos": True},
+    "a pushed end token": {"logit_bias": {str(END_TOKEN): 100}},
+    "stop tokens": {"stop_token_ids": list(range(20, 60)), "logit_bias": {str(index): 8 for index in range(20, 60)}},
+    "all of them": {
+        "stop": ['"', "\n"],
+        "min_tokens": 40,
+        "stop_token_ids": [30, 31, 32],
+        "logit_bias": {str(END_TOKEN): 100, "30": 20, "31": 20},
+    },
+}
+
+
+@needs_data
+@pytest.mark.parametrize("suite", SUITES)
+@pytest.mark.parametrize("end", ENDS)
+def test_an_answer_that_says_it_is_whole_is_valid(tiny: Server, suite: str, end: str) -> None:
+    """A part of `benchmarks/structured_answers.py`, under whatever else could end an answer (E67, E68, E71)."""
+    cases = [case for case in load_suite(DATA, suite) if len(str(case.schema)) <= 2000][list(ENDS).index(end) :: 25]
+    body = bodies("tiny", 160)["random, closing"]
+    fields = ENDS[end]
+    body |= {"model": MODEL} | fields | {"logit_bias": body["logit_bias"] | fields.get("logit_bias", {})}
+    with ThreadPoolExecutor(8) as pool:
+        answers = list(pool.map(lambda case: ask(tiny.http, case, body | {"seed": len(case.name)}), cases))
+    assert [(a.case.name, a.problem, a.text) for a in answers if a.problem and a.outcome != "refused"] == []
+    assert sum(answer.outcome == "stop" for answer in answers) >= 3
+
+
+@needs_data
+def test_others_go_on_while_heavy_schemas_compile(tmp_path: Path) -> None:
+    """Cold, all at once: each is answered or refused in the end, and a stream beside them keeps getting tokens."""
+    with (DATA / "heavy_schemas.jsonl").open(encoding="utf-8") as lines:
+        schemas = [json.loads(line)["schema"] for line in lines]
+    server = start_tiny(tmp_path)
+    num_chunks = 0
+    has_begun, is_enough = threading.Event(), threading.Event()
+
+    def stream_on() -> None:
+        nonlocal num_chunks
+        body = {"model": MODEL, "prompt": "Hi", "stream": True, "ignore_eos": True, "max_tokens": 4000, "seed": 1}
+        while not is_enough.is_set():
+            with server.http.stream("POST", COMPLETIONS, json=body) as response:
+                for line in response.iter_lines():
+                    num_chunks += line.startswith("data: {")
+                    has_begun.set()
+                    if is_enough.is_set():
+                        break
+
+    def ask_for(schema: Any) -> tuple[int, int]:
+        """The status, and how many chunks of the stream came before it."""
+        body = {"model": MODEL, "prompt": "Hi", "max_tokens": 8, "json_schema": schema}
+        before = num_chunks
+        status = server.http.post(COMPLETIONS, json=body).status_code
+        return status, num_chunks - before
+
+    with ThreadPoolExecutor(1 + len(schemas)) as pool:
+        streaming = pool.submit(stream_on)
+        assert has_begun.wait(60)
+        outcomes = list(pool.map(ask_for, schemas))
+        is_enough.set()
+        streaming.result()
+    assert all(status in (200, 400) for status, _ in outcomes), outcomes
+    assert all(chunks > 10 for _, chunks in outcomes), outcomes
+    assert server.stop() == 0
+
+
+# ---- what is left behind --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_no_process_is_left_behind(tmp_path: Path, how: signal.Signals) -> None:
+    server = start_tiny(tmp_path, "--shutdown-timeout", "1")
+    complete(server, json_schema={"type": "boolean"}, max_tokens=8)
+    processes = psutil.Process(server.process.pid).children(recursive=True)
+    assert any("structured_output" in " ".join(process.cmdline()) for process in processes)
+    server.process.send_signal(how)
+    try:
+        _, left = psutil.wait_procs(processes, timeout=30)
+        assert left == []
+    finally:
+        server.stop()

@@ -311,6 +311,22 @@ def test_a_signal_lets_running_requests_finish_and_refuses_new_ones() -> None:
     asyncio.run(run())
 
 
+def test_a_signal_while_paused_does_not_wait_for_what_cannot_finish() -> None:
+    async def run() -> None:
+        llm = FakeAsyncLLM()
+        llm.hold = asyncio.Event()
+        async with RunningServer(llm, drain_s=1000) as running:
+            body = {"model": MODEL, "prompt": "Hi", "stream": True}
+            kept = asyncio.ensure_future(running.client.post(COMPLETIONS, json=body))
+            await until(lambda: bool(llm.in_flight))
+            await llm.pause()
+            running.server.handle_exit(signal.SIGTERM, None)
+            await until(lambda: running.server.should_exit)
+            assert '"code":"shutting_down"' in (await kept).text
+
+    asyncio.run(run())
+
+
 def test_a_second_signal_forces() -> None:
     async def run() -> None:
         llm = FakeAsyncLLM()

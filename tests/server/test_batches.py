@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import time
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -223,6 +224,29 @@ def test_a_folder_belongs_to_one_server(tmp_path: Path) -> None:
     run(scenario())
 
 
+def test_a_server_takes_a_folder_over_when_its_owner_has_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without being asked: it goes on with the batches that the other left unfinished."""
+    monkeypatch.setattr(batches, "TAKE_OVER_POLL_S", 0.01)
+
+    async def scenario() -> None:
+        stuck, free = idle_llm(), idle_llm()
+        stuck.hold = asyncio.Event()
+        async with AsyncExitStack() as lasting:
+            async with server(stuck, tmp_path) as first:
+                batch = await start(first, [chat_line(1)])
+                await until(first, batch["id"], lambda batch: batch["status"] == "in_progress")
+                second = await lasting.enter_async_context(server(free, tmp_path))
+                refused = await second.get("/v1/batches")
+                assert refused.status_code == 503
+                assert str(os.getpid()) in refused.json()["error"]["message"]
+            while not free.seen:
+                await asyncio.sleep(0.002)
+            done = await finished(second, batch["id"])
+            assert done["request_counts"] == {"total": 1, "completed": 1, "failed": 0}
+
+    run(scenario())
+
+
 def test_a_server_without_files_leaves_no_trace(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with server(idle_llm(), tmp_path / "storage") as client:
@@ -300,6 +324,39 @@ def test_every_endpoint_of_batches(policy: str, endpoint: str, body: dict[str, A
                 client, batch["error_file_id"]
             )
             assert (await entries(client, batch["output_file_id"]))["one"]["response"]["status_code"] == 200
+
+    run(scenario())
+
+
+def test_lines_may_structure_their_output_and_call_tools(tmp_path: Path) -> None:
+    call = '<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>'
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
+    structured = {"response_format": {"type": "json_schema", "json_schema": {"name": "s", "schema": schema}}}
+    refused = {"response_format": {"type": "json_schema", "json_schema": {"name": "s", "schema": {"type": "wizard"}}}}
+    lines = [
+        chat_line(1, tools=[tool], max_tokens=100),
+        chat_line(2, tools=[tool], tool_choice="required", max_tokens=100),
+        chat_line(3, **structured),
+        chat_line(4, **refused),
+    ]
+
+    async def scenario() -> None:
+        llm = idle_llm()
+        llm.reply = call
+        async with server(llm, tmp_path, tool_call_parser="hermes") as client:
+            done = await finished(client, (await start(client, lines))["id"])
+            answers = await entries(client, done["output_file_id"])
+            failures = await entries(client, done["error_file_id"])
+        for name in ("line-1", "line-2"):
+            (choice,) = answers[name]["response"]["body"]["choices"]
+            assert choice["finish_reason"] == "tool_calls"
+            assert choice["message"]["tool_calls"][0]["function"] == {"name": "f", "arguments": '{"a": 1}'}
+        constrained = {bytes(prompt).decode().count("Hi 3"): params.constraint for _, prompt, params in llm.seen}
+        assert constrained[1] is not None
+        assert "line-3" in answers
+        error = failures["line-4"]["response"]["body"]["error"]
+        assert (failures["line-4"]["response"]["status_code"], error["param"].split(".")[0]) == (400, "response_format")
 
     run(scenario())
 
@@ -505,6 +562,8 @@ def test_one_line_starts_in_a_step(tmp_path: Path) -> None:
             async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
                 await start(client, [chat_line(n) for n in range(12)])
                 for step in range(1, 4):
+                    while len(llm.seen) < step:
+                        await asyncio.sleep(batches.ROOM_POLL_S)
                     await asyncio.sleep(10 * batches.ROOM_POLL_S)
                     assert len(llm.seen) == step
                     llm.stats = EngineStats(step=step, num_running=step)

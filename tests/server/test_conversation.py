@@ -6,13 +6,15 @@ import asyncio
 import json
 from typing import Any
 
+import httpx
 import msgspec
 import pytest
 import tokenizers
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
-from kitfox.constraint import Reasoning
+from kitfox.constraint import AnyText, Reasoning, TriggeredTags, choice
 from kitfox.errors import ConfigError, RequestError
+from kitfox.server.app import make_app
 from kitfox.server.conversation import (
     Calling,
     ChatDialect,
@@ -23,7 +25,10 @@ from kitfox.server.conversation import (
     make_messages,
 )
 from kitfox.server.openai import ChatRequest
+from kitfox.server.options import ServerOptions
 from kitfox.tokenizer import Tokenizer
+from tests.server.fake_llm import MODEL, FakeAsyncLLM
+from tests.server.fault_table import CHAT
 
 TOOL = msgspec.convert({"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}, Tool)
 CALL = {"id": "call_1", "type": "function", "function": {"name": "f", "arguments": '{"a": "<é>"}'}}
@@ -207,3 +212,51 @@ def test_unknown_parsers_are_refused() -> None:
         ChatDialect.choose(tokenizer_of(""), "wizard", "auto")
     with pytest.raises(ConfigError, match="reasoning_parser"):
         ChatDialect.choose(tokenizer_of(""), "auto", "wizard")
+
+
+def budgeted(
+    template: str, *special: str, parser: str = "none", **fields: Any
+) -> tuple[int, dict[str, Any], FakeAsyncLLM]:
+    """Status, body and engine of a chat with a budget, where the template is the model's."""
+
+    async def run() -> tuple[int, dict[str, Any], FakeAsyncLLM]:
+        llm = FakeAsyncLLM()
+        llm.tokenizer = tokenizer_of(template, *special)  # type: ignore[assignment]
+        app = make_app(llm, ServerOptions(tool_call_parser=parser))  # type: ignore[arg-type]
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://test") as client:
+            body = {"model": MODEL, "messages": LOOP[:1], "max_tokens": 4, "thinking_token_budget": 3} | fields
+            response = await client.post(CHAT, json=body)
+            return response.status_code, response.json(), llm
+
+    return asyncio.run(run())
+
+
+def test_a_thinking_budget_is_part_of_the_constraint() -> None:
+    def reasoning_of(template: str, *special: str, **fields: Any) -> tuple[Any, Reasoning | None] | None:
+        status, body, llm = budgeted(template, *special, **fields)
+        assert status == 200, body
+        constraint = llm.seen[0][2].constraint
+        return None if constraint is None else (constraint.format, constraint.reasoning)
+
+    thinks = "{# <think> </think> #}Hi"
+    marks = {"opener": "<think>", "closer": "</think>", "max_tokens": 3}
+    free = AnyText()
+    assert reasoning_of(thinks, "<think>") == (free, Reasoning(is_open=False, **marks))
+    assert reasoning_of(thinks + "<think>\n") == (free, Reasoning(is_open=True, **marks))
+    assert reasoning_of(thinks + "<think>", thinking_token_budget=-1) is None
+    assert reasoning_of(thinks + "<think></think>") is None, "it is over"
+    tool = {"type": "function", "function": {"name": "f"}}
+    with_calls = reasoning_of(thinks, "<think>", parser="hermes", tools=[tool])
+    assert with_calls is not None
+    assert isinstance(with_calls[0], TriggeredTags)
+    chosen = reasoning_of(thinks, "<think>", structured_outputs={"choice": ["a"]})
+    assert chosen == (choice(["a"]), Reasoning(is_open=False, **marks))
+
+
+@pytest.mark.parametrize(
+    ("template", "budget"),
+    [("plain", 3), ("{# <think> </think> #}", 3), ("<think></think>", -2), ("<think></think>", 2**31)],
+)
+def test_a_thinking_budget_that_cannot_be_kept_is_refused(template: str, budget: int) -> None:
+    status, body, _ = budgeted(template, thinking_token_budget=budget)
+    assert (status, body["error"]["param"]) == (400, "thinking_token_budget")

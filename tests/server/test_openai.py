@@ -56,7 +56,8 @@ def test_completion() -> None:
     assert body["object"] == "text_completion"
     assert body["model"] == "alias"
     end = {"finish_reason": "stop", "stop_reason": None, "matched_stop": EOS}
-    assert body["choices"] == [{"index": 0, "text": REPLY, "logprobs": None} | end]
+    unasked = {"token_ids": None, "prompt_token_ids": None, "prompt_logprobs": None}
+    assert body["choices"] == [{"index": 0, "text": REPLY, "logprobs": None} | end | unasked]
     num_tokens = len(REPLY.encode()) + 1
     counts = {"prompt_tokens": 2, "completion_tokens": num_tokens, "total_tokens": 2 + num_tokens}
     assert body["usage"] == counts | {"prompt_tokens_details": {"cached_tokens": 1}}
@@ -309,6 +310,15 @@ def test_what_a_request_leaves_out_is_the_model_s_default(path: str) -> None:
     assert (given.temperature, given.top_k, given.top_p, given.stream_interval) == (1.0, 0, 0.5, 1)
     assert given.max_tokens == 4
     assert send(llm, "GET", "/server_info").json()["default_sampling_params"] == llm.default_sampling_params
+
+
+def test_logprobs_of_an_echoed_prompt_are_in_a_field_of_their_own_where_that_is_asked_for() -> None:
+    fields = {"echo": True, "logprobs": 1, "max_tokens": 2}
+    (choice,) = complete(**fields)["choices"]
+    assert choice["prompt_logprobs"] is None
+    (both,) = complete(**fields, prompt_logprobs=1)["choices"]
+    assert both["logprobs"] == choice["logprobs"]
+    assert len(both["prompt_logprobs"]) == 2
 
 
 def test_what_ended_an_answer_is_named_as_both_engines_name_it() -> None:

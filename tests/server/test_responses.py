@@ -21,6 +21,7 @@ from kitfox.server.responses import (
     ResponsesRequest,
     ResponseStore,
     StoredResponse,
+    _cuts,
     make_chat,
     make_items,
 )
@@ -234,7 +235,7 @@ def test_what_nobody_reads_is_listed() -> None:
         ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "text.format.schema"),
         ({"text": {"format": {"type": "json_object"}}, "regex": "a"}, "regex"),
         ({"response_format": {"type": "json_object"}}, "response_format"),
-        ({"truncation": "auto"}, "truncation"),
+        ({"truncation": "middle"}, "truncation"),
         ({"conversation": "conv_1"}, "conversation"),
         ({"prompt": {"id": "p"}}, "prompt"),
         ({"include": ["everything"]}, "include"),
@@ -250,6 +251,79 @@ def test_what_nobody_reads_is_listed() -> None:
 def test_what_is_refused(fields: dict[str, Any], param: str) -> None:
     response = send(FakeAsyncLLM(), "POST", RESPONSES, HELLO | fields)
     assert (response.status_code, response.json()["error"]["param"]) == (400, param)
+
+
+def said(role: str, text: str) -> dict[str, Any]:
+    return {"role": role, "content": text}
+
+
+def called(call_id: str, size: int = 1) -> list[dict[str, Any]]:
+    """A call and its result, which is so many characters long."""
+    call = {"type": "function_call", "call_id": call_id, "name": "f", "arguments": "{}"}
+    return [call, {"type": "function_call_output", "call_id": call_id, "output": call_id * size}]
+
+
+def turns(*questions: str) -> list[dict[str, Any]]:
+    """Questions with an answer between each two."""
+    return [item for question in questions for item in (said("user", question), said("assistant", "."))][:-1]
+
+
+@pytest.mark.parametrize(
+    ("items", "left"),
+    [
+        (turns("a" * 90, "b" * 90), "a.b"),  # it fits
+        (turns("a" * 200, "b" * 90), "b"),
+        ([said("developer", "s"), *turns("a" * 200, "b" * 90)], "sb"),
+        (turns(*(f"{n}" * 80 for n in range(9))), "6.7.8"),
+        ([said("user", "u"), *called("a", 200), *called("b", 150)], "ub"),
+        ([said("user", "u"), *called("a", 400), said("assistant", "x")], "ux"),
+    ],
+)
+def test_truncation_leaves_the_end_of_a_conversation(items: list[dict[str, Any]], left: str) -> None:
+    """Of 320 tokens, a byte each. What stays is told by the first letter of every message."""
+    llm = FakeAsyncLLM(reply="ok")
+    fields = {"model": MODEL, "input": items, "max_output_tokens": 20}
+    response = send(llm, "POST", RESPONSES, fields | {"truncation": "auto"})
+    assert response.status_code == 200, response.text
+    assert (response.json()["status"], response.json()["truncation"]) == ("completed", "auto")
+    prompt = bytes(llm.seen[0][1]).decode()
+    assert len(prompt) <= 300
+    shown = [line.partition("]")[2][:1] for line in prompt.splitlines()[:-1]]
+    assert "".join(shown).replace("{", "") == left
+
+
+def test_truncation_keeps_calls_and_results_together() -> None:
+    (a, result_of_a), (b, result_of_b) = called("a"), called("b")
+    given = [said("user", "u"), a, b, result_of_a, result_of_b, *called("c"), said("assistant", "x")]
+    cuts = _cuts(make_items(msgspec.convert(given, list[Item])))
+    assert [start for start, _ in cuts] == [5, 7]
+    assert {kept for _, kept in cuts} == {0}
+
+
+def test_truncation_leaves_room_for_an_answer() -> None:
+    llm = FakeAsyncLLM(reply="ok")
+    send(llm, "POST", RESPONSES, {"model": MODEL, "input": turns("a" * 40, "b" * 240), "truncation": "auto"})
+    send(llm, "POST", RESPONSES, {"model": MODEL, "input": turns("a" * 60, "b" * 240), "truncation": "auto"})
+    whole, cut = (bytes(prompt).decode() for _, prompt, _ in llm.seen)
+    assert "aaa" in whole
+    assert "aaa" not in cut
+    assert len(cut) + 320 // 8 <= 320
+
+
+def test_what_truncation_cannot_help_is_refused() -> None:
+    fields = {"model": MODEL, "input": turns("a", "b" * 600), "truncation": "auto"}
+    response = send(FakeAsyncLLM(), "POST", RESPONSES, fields)
+    assert (response.status_code, response.json()["error"]["code"]) == (400, "context_length_exceeded")
+
+
+def test_the_next_turn_still_knows_what_truncation_left_out() -> None:
+    async def scenario(client: httpx.AsyncClient) -> None:
+        given = {"model": MODEL, "input": turns("a" * 400, "b"), "truncation": "auto"}
+        response = (await client.post(RESPONSES, json=given)).json()
+        listed = (await client.get(f"{RESPONSES}/{response['id']}/input_items")).json()
+        assert len(listed["data"]) == 3
+
+    with_client(FakeAsyncLLM(), scenario)
 
 
 def test_a_full_queue_is_429() -> None:

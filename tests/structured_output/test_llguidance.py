@@ -102,7 +102,7 @@ def test_whitespace_within_a_lark_grammars_json_is_bounded(compiler: LlguidanceC
 @pytest.mark.parametrize(
     ("schema", "problem"),
     [
-        ({"type": "array", "uniqueItems": True}, "llguidance does not support uniqueItems"),
+        ({"type": "array", "uniqueItems": True}, "llguidance does not enforce uniqueItems"),
         ({"properties": {"a": {"contains": {}}}}, "properties.a.contains"),
         ({"oneOf": [{"type": "object"}, {"type": "object", "required": ["a"]}]}, "oneOf"),
         ({"allOf": [{"type": "string"}, {"type": "integer"}]}, "no value satisfies"),

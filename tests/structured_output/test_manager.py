@@ -15,7 +15,7 @@ from kitfox.constraint import Constraint, Format, JsonSchema, Reasoning, Regex, 
 from kitfox.structured_output import manager as module
 from kitfox.structured_output.answer import AnswerGrammar
 from kitfox.structured_output.manager import GrammarManager, ToFill
-from tests.structured_output.vocabularies import VOCABULARY
+from tests.structured_output.vocabularies import OTHER_ID, TOOL_ID, VOCABULARY
 
 SLOW = Regex(pattern="((a{0,300}){0,300}b){0,300}")  # small to write, large to compile
 NOTHING: frozenset[int] = frozenset()
@@ -156,6 +156,23 @@ class TestReasoning:
                 assert answer.accept(token)
         assert allowed(manager) == ["n"]
         assert not answer.may_end
+
+    def test_enough_reasoning_is_closed(self, manager: GrammarManager) -> None:
+        reasoning = Reasoning(opener="<|tool|>", closer="<|other|>", max_tokens=2)
+        decide(manager, choice(["no"]), reasoning=reasoning)
+        answer = answer_of(manager)
+        assert answer.accept(TOOL_ID), "it may think, or not"
+        assert allowed(manager, "ab", ends=frozenset({ord("!")})) is not None
+        assert answer.accept(ord("a"))
+        fork = answer.fork()
+        assert answer.accept(ord("b"))
+        assert allowed(manager) == [""], "only a special token may come"
+        assert not answer.may_end
+        assert not answer.fork().accept(ord("c"))
+        assert answer.accept(OTHER_ID)
+        assert allowed(manager) == ["n"]
+        assert fork.accept(OTHER_ID), "it may close sooner"
+        assert fork.accept(ord("n"))
 
     def test_forks_go_their_own_way(self, manager: GrammarManager) -> None:
         decide(manager, choice(["no"]), reasoning=Reasoning(opener="<t>", closer="</t>", is_open=True))

@@ -13,12 +13,10 @@ from typing import Any
 
 from kitfox.constraint import Alternatives, Format, JsonSchema, Regex, Repeat, Sequence, Text
 from kitfox.errors import UnsupportedParameterError
+from kitfox.structured_output.schema import ASSERTIONS
 
 Schema = Mapping[str, Any]
 
-ANNOTATIONS = {
-    "$comment", "$id", "$schema", "default", "deprecated", "description", "examples", "readOnly", "title", "writeOnly",
-}  # fmt: skip
 _DEFINITIONS = ("$defs", "definitions")
 _STRING_KEYWORDS = {"maxLength", "minLength", "pattern", "format"}
 _MAX_DEPTH = 32  # of schemas that refer to others
@@ -32,9 +30,9 @@ def inexpressible(keyword: str) -> UnsupportedParameterError:
 
 
 def require_only(schema: Schema, *keywords: str) -> None:
-    """Refuse a schema that says more than some keywords do."""
+    """Refuse a schema that asserts more than some keywords do."""
     for keyword in schema:
-        if keyword not in keywords and keyword not in ANNOTATIONS:
+        if keyword in ASSERTIONS and keyword not in keywords:
             raise inexpressible(keyword)
 
 
@@ -92,7 +90,7 @@ def branches(schema: Any, root: Schema, depth: int = 0) -> list[Schema]:
     if depth > _MAX_DEPTH:
         raise inexpressible("$ref in a circle")
     if "anyOf" in schema:
-        require_only(schema, "anyOf", *_DEFINITIONS)
+        require_only(schema, "anyOf")
         return [branch for part in schema["anyOf"] for branch in branches(part, root, depth + 1)]
     if "enum" in schema or "const" in schema:
         require_only(schema, "enum", "const", "type")
@@ -164,7 +162,7 @@ def members_of(schema: Any, root: Schema, is_name: Callable[[str], object]) -> l
         is_name: whether the dialect can write a member of this name.
     """
     schema = resolved(schema, root)
-    require_only(schema, "type", "properties", "required", "additionalProperties", *_DEFINITIONS)
+    require_only(schema, "type", "properties", "required", "additionalProperties")
     properties, required = schema.get("properties", {}), schema.get("required", [])
     for name in required:
         if name not in properties:

@@ -1,9 +1,11 @@
-"""SGLang's frontend language: gen, select, fork and both joins, streaming, roles, batches.
+"""SGLang's frontend language: gen, select, fork and both joins, streaming, roles, batches, and structured output.
 
 Only its language part is installed: the package's own start imports an engine, so that is gone around.
 """
 
 import importlib.util
+import json
+import re
 import sys
 import types
 
@@ -104,4 +106,48 @@ assert len(meta["input_token_logprobs"]) == meta["prompt_tokens"]
 assert [token_id for _, token_id, _ in meta["output_token_logprobs"]] == [
     tops[0][1] for tops in meta["output_top_logprobs"]
 ]
+
+
+@sgl.function
+def typed(s, dtype):
+    s += "The number of days in a week, then a word:"
+    s += sgl.gen("value", max_tokens=16, temperature=0, dtype=dtype)
+    s += "."
+
+
+for dtype, pattern in ((int, r"[-+]?\d+"), (float, r"[-+]?\d*\.?\d+"), (bool, "True|False"), (str, r'".*"')):
+    for stream in (False, True):
+        state = typed.run(dtype=dtype, stream=stream)
+        for _ in state.text_iter("value") if stream else ():
+            pass
+        finished = state.get_meta_info("value")["finish_reason"]["type"] == "stop"
+        assert not finished or re.fullmatch(pattern, state["value"].strip(), re.DOTALL), (dtype, state["value"])
+
+
+@sgl.function
+def shaped(s):
+    s += "The address of the server is "
+    s += sgl.gen("address", temperature=0, regex=r"\d{1,3}(\.\d{1,3}){3}")
+    s += "\nIts colour is"
+    s += sgl.gen("colour", choices=[" red", " green"])
+    s += "\nAs JSON: "
+    s += sgl.gen("described", temperature=0, json_schema=schema)
+    s += sgl.gen_int("count", max_tokens=8, temperature=0)
+
+
+schema = json.dumps(
+    {
+        "type": "object",
+        "properties": {"name": {"type": "string", "maxLength": 8}, "on": {"type": "boolean"}},
+        "required": ["name", "on"],
+    }
+)
+state = shaped.run()
+assert re.fullmatch(r"\d{1,3}(\.\d{1,3}){3}", state["address"]), state["address"]
+assert state["colour"] in (" red", " green")
+described = json.loads(state["described"])
+assert set(described) == {"name", "on"}
+assert isinstance(described["on"], bool)
+assert state.get_meta_info("described")["finish_reason"]["type"] == "stop"
+assert re.fullmatch(r"[-+]?\d+", state["count"].strip()), state["count"]
 print("ok")
