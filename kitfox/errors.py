@@ -54,6 +54,15 @@ class UnsupportedParameterError(RequestError):
         super().__init__(f"{param} {reason}", param=param)
 
 
+class InvalidGrammarError(RequestError):
+    """A schema or grammar that cannot be compiled, or not exactly: the message says why."""
+
+    code = "invalid_grammar"
+
+    def __init__(self, param: str, reason: str):
+        super().__init__(f"{param}: {reason}", param=param)
+
+
 class ModelMismatchError(RequestError):
     """The `model` field names a model that is not served."""
 

@@ -11,7 +11,7 @@ import msgspec
 from kitfox.config import EngineConfig, ModelConfig, Pooling
 from kitfox.constraint import Constraint, GrammarError
 from kitfox.engine.stop_regex import StopAutomaton
-from kitfox.errors import ContextLengthError, InvalidParameterError, RequestError
+from kitfox.errors import ContextLengthError, InvalidGrammarError, InvalidParameterError
 from kitfox.request import MAX_SEED, EngineRequest, SamplingParams
 from kitfox.structured_output.schema import check_format
 
@@ -207,7 +207,7 @@ def _check_constraint(constraint: Constraint | None) -> None:
         try:
             check_format(constraint.format)
         except GrammarError as error:
-            raise RequestError(f"{constraint.param}: {error}", param=constraint.param) from None
+            raise InvalidGrammarError(constraint.param, str(error)) from None
 
 
 def truncated_prompt(

@@ -6,7 +6,7 @@ import time
 from dataclasses import dataclass, field
 
 from kitfox.engine.stop_regex import StopAutomaton, StopRegexes
-from kitfox.errors import KitfoxError, RequestError
+from kitfox.errors import InvalidGrammarError, KitfoxError
 from kitfox.outputs import (
     CompletionOutput,
     EngineOutput,
@@ -332,7 +332,7 @@ def error_of(output: RequestOutput) -> KitfoxError | None:
     if message is None:
         return None
     param = output.metadata["param"]
-    return RequestError(message, param=param) if param else KitfoxError(message)
+    return InvalidGrammarError(param, message) if param else KitfoxError(message)
 
 
 def _make_stops(sampling: SamplingParams, automaton: StopAutomaton | None) -> StopStrings | StopTexts:

@@ -458,7 +458,7 @@ class Scheduler:
             num_accepted_tokens=request.num_accepted_tokens,
             saved_time_s=request.saved_time_s,
             embedding=embedding,
-            error=f"{blamed}: {error}" if blamed and error else error,
+            error=error,
             param=blamed,
         )
 

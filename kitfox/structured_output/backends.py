@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 
 from kitfox.constraint import Format, GrammarError
 from kitfox.structured_output.grammar import CannotReadError, CompiledGrammar, GrammarCompiler, NotEnforcedError
 from kitfox.structured_output.vocabulary import Vocabulary
 
 BACKEND_NAMES = ("auto", "llguidance", "xgrammar")
+OnLoading = Callable[[], AbstractContextManager[object]]
 
 
-def make_grammar_compiler(name: str, vocabulary: Vocabulary, *, max_whitespace: int) -> GrammarCompiler:
+def make_grammar_compiler(
+    name: str, vocabulary: Vocabulary, *, max_whitespace: int, on_loading: OnLoading = nullcontext
+) -> GrammarCompiler:
     """The backend of that name.
 
     Args:
         name: of `BACKEND_NAMES`; "auto" is llguidance, and xgrammar for what llguidance refuses.
         max_whitespace: most whitespace characters between two JSON tokens, where a request does not say.
+        on_loading: what "auto" loads xgrammar in, in the middle of a compile: that takes seconds.
 
     Raises:
         GrammarError: the backend is not installed.
@@ -29,14 +35,15 @@ def make_grammar_compiler(name: str, vocabulary: Vocabulary, *, max_whitespace: 
     if name == "llguidance":
         return llguidance
     assert name == "auto", f"no such backend: {name}"
-    return _AutoCompiler(llguidance, vocabulary, max_whitespace)
+    return _AutoCompiler(llguidance, vocabulary, max_whitespace, on_loading)
 
 
 class _AutoCompiler(GrammarCompiler):
     """llguidance, and xgrammar for what it refuses; xgrammar is imported when that first happens."""
 
-    def __init__(self, first: GrammarCompiler, vocabulary: Vocabulary, max_whitespace: int):
+    def __init__(self, first: GrammarCompiler, vocabulary: Vocabulary, max_whitespace: int, on_loading: OnLoading):
         self._first = first
+        self._on_loading = on_loading
         self._second: GrammarCompiler | None = None
         self._vocabulary = vocabulary
         self._max_whitespace = max_whitespace
@@ -59,7 +66,8 @@ class _AutoCompiler(GrammarCompiler):
     def _xgrammar(self) -> GrammarCompiler:
         with self._lock:
             if self._second is None:
-                self._second = _make_xgrammar(self._vocabulary, self._max_whitespace)
+                with self._on_loading():
+                    self._second = _make_xgrammar(self._vocabulary, self._max_whitespace)
             return self._second
 
 

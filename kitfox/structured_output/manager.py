@@ -106,6 +106,7 @@ class GrammarManager:
             vocabulary=vocabulary,
             max_whitespace=config.max_whitespace,
             memory_bytes=config.compile_memory_bytes,
+            timeout_s=config.compile_timeout_s,
         )
         self._rows = np.zeros((max_num_seqs, vocabulary.num_mask_words), np.int32)
         self._workers: list[Worker] = []
@@ -205,7 +206,7 @@ class GrammarManager:
         started = time.monotonic()
         try:
             with self._worker() as worker:
-                notation = worker.compile(format, self._config.compile_timeout_s)
+                notation = worker.compile(format)
             grammar = self._compiler.result().build(notation)
             self._retokenizer.result()
         except Exception as error:

@@ -7,10 +7,12 @@ it in the backend's notation, for the Python that writes that would hold up its 
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 
@@ -24,19 +26,26 @@ START_TIMEOUT_S = 60.0  # to import a backend and read the vocabulary; no reques
 
 
 class WorkerOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """What a worker compiles with. memory_bytes: what it may take beyond what it needs for itself."""
+    """What a worker compiles with.
+
+    Attributes:
+        memory_bytes: what it may take beyond what it needs for itself.
+        timeout_s: for a format. The other end says no; a worker whose other end is gone ends itself soon after.
+    """
 
     backend: str
     vocabulary: Vocabulary
     max_whitespace: int
     memory_bytes: int
+    timeout_s: float
 
 
 class Verdict(msgspec.Struct, frozen=True, kw_only=True):
-    """What came of a format: how to build it, or the problem with it."""
+    """What came of a format: how to build it, or the problem with it; or that a backend has to be loaded first."""
 
     notation: str = ""
     problem: str = ""
+    is_loading: bool = False
 
 
 def run_worker(pipe: Connection) -> None:
@@ -48,34 +57,55 @@ def run_worker(pipe: Connection) -> None:
     from kitfox.structured_output.backends import make_grammar_compiler
 
     options = msgspec.msgpack.decode(pipe.recv_bytes(), type=WorkerOptions)
-    compiler = make_grammar_compiler(options.backend, options.vocabulary, max_whitespace=options.max_whitespace)
+
+    def send(verdict: Verdict) -> None:
+        pipe.send_bytes(msgspec.msgpack.encode(verdict))
+
+    def set_alarm(timeout_s: float) -> None:
+        signal.setitimer(signal.ITIMER_REAL, timeout_s + 1.0 if timeout_s else 0.0)
+
+    @contextlib.contextmanager
+    def loading() -> Iterator[None]:
+        set_alarm(START_TIMEOUT_S)
+        _limit_memory(None)
+        send(Verdict(is_loading=True))
+        yield
+        _limit_memory(options.memory_bytes)
+        send(Verdict(is_loading=True))
+        set_alarm(options.timeout_s)
+
+    compiler = make_grammar_compiler(
+        options.backend, options.vocabulary, max_whitespace=options.max_whitespace, on_loading=loading
+    )
     _limit_memory(options.memory_bytes)
     row = np.empty(options.vocabulary.num_mask_words, np.int32)
     decoder = msgspec.msgpack.Decoder(Format)
     verdict = Verdict()
-    while True:
-        pipe.send_bytes(msgspec.msgpack.encode(verdict))
-        try:
+    with contextlib.suppress(EOFError, OSError):  # the other end is gone
+        while True:
+            send(verdict)
             format = decoder.decode(pipe.recv_bytes())
-        except EOFError:
-            return
-        try:
-            compiled = compiler.compile(format)
-            compiled.start().fill_bitmask(row)
-            verdict = Verdict(notation=compiled.notation)
-        except GrammarError as error:
-            verdict = Verdict(problem=str(error))
-        except MemoryError:
-            verdict = Verdict(problem="it takes too much memory to compile")
+            set_alarm(options.timeout_s)
+            try:
+                compiled = compiler.compile(format)
+                compiled.start().fill_bitmask(row)
+                verdict = Verdict(notation=compiled.notation)
+            except GrammarError as error:
+                verdict = Verdict(problem=str(error))
+            except MemoryError:
+                verdict = Verdict(problem="it takes too much memory to compile")
+            set_alarm(0.0)
 
 
-def _limit_memory(memory_bytes: int) -> None:
+def _limit_memory(memory_bytes: int | None) -> None:
+    """To so much more than what is in use."""
     try:
         import resource
 
         with open("/proc/self/statm") as statm:
             in_use = int(statm.read().split()[0]) * resource.getpagesize()
-        resource.setrlimit(resource.RLIMIT_AS, (in_use + memory_bytes, resource.RLIM_INFINITY))
+        most = resource.RLIM_INFINITY if memory_bytes is None else in_use + memory_bytes
+        resource.setrlimit(resource.RLIMIT_AS, (most, resource.RLIM_INFINITY))
     except (ImportError, OSError, ValueError):
         pass  # the deadline is the only limit then
 
@@ -93,7 +123,7 @@ class Worker:
         self._pipe: Connection | None = None
         self._is_ended = False
 
-    def compile(self, format: Format, timeout_s: float) -> str:
+    def compile(self, format: Format) -> str:
         """Have a format compiled, in a new process if there is none or the last one is gone.
 
         Returns:
@@ -107,10 +137,14 @@ class Worker:
         assert self._pipe is not None
         try:
             self._pipe.send_bytes(msgspec.msgpack.encode(format))
-            if not self._pipe.poll(timeout_s):
-                self._stop()
-                raise CompileLimitError(f"it takes longer than {timeout_s:g} s to compile (--grammar-timeout)")
-            verdict = self._receive()
+            verdict = self._verdict(self._options.timeout_s)
+            if verdict.is_loading:
+                self._verdict(START_TIMEOUT_S)
+                verdict = self._verdict(self._options.timeout_s)
+        except TimeoutError:
+            self._stop()
+            limit = f"it takes longer than {self._options.timeout_s:g} s to compile (--grammar-timeout)"
+            raise CompileLimitError(limit) from None
         except (EOFError, OSError):
             self._stop()
             raise CompileLimitError("it takes too much memory to compile, or crashes the compiler") from None
@@ -139,17 +173,17 @@ class Worker:
             if self._is_ended:
                 raise EOFError
             self._pipe.send_bytes(msgspec.msgpack.encode(self._options))
-            is_ready = self._pipe.poll(START_TIMEOUT_S)
-            if is_ready:
-                self._receive()
+            self._verdict(START_TIMEOUT_S)
         except (EOFError, OSError):
-            is_ready = False
-        if not is_ready:
             self._stop()
-            raise CompileLimitError("the process that compiles grammars does not start; the server's log says why")
+            problem = "the process that compiles grammars does not start; the server's log says why"
+            raise CompileLimitError(problem) from None
 
-    def _receive(self) -> Verdict:
+    def _verdict(self, timeout_s: float) -> Verdict:
+        """The next one; a TimeoutError if none comes in time."""
         assert self._pipe is not None
+        if not self._pipe.poll(timeout_s):
+            raise TimeoutError
         return msgspec.msgpack.decode(self._pipe.recv_bytes(), type=Verdict)
 
     def _stop(self) -> None:
