@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 SCHEMA = Path(__file__).with_name("order_schema.json")
+MODEL = "smollm2-135m"
 PORT = 8950
 URL = f"http://127.0.0.1:{PORT}"
 
@@ -47,7 +48,7 @@ def main() -> None:
 @contextlib.contextmanager
 def server(flags: list[str]) -> Iterator[None]:
     process = subprocess.Popen(
-        [sys.executable, "-m", "kitfox", "serve", "--port", str(PORT), "--no-enable-prefix-caching", *flags],
+        [sys.executable, "-m", "kitfox", "serve", MODEL, "--port", str(PORT), "--no-enable-prefix-caching", *flags],
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
     )
@@ -123,7 +124,7 @@ def compare_gaps(schemas: list[Any], repeats: int) -> None:
 
 def send(schema: Any, outcomes: list[str]) -> None:
     form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
-    body = {"prompt": "JSON:", "max_tokens": 1, "response_format": form}
+    body = {"model": MODEL, "prompt": "JSON:", "max_tokens": 1, "response_format": form}
     request = urllib.request.Request(
         f"{URL}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
     )
