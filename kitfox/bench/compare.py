@@ -187,6 +187,10 @@ class Comparison:
             if busy := self._wait_for_idle_machine(f"Before repeat {repeat + 1} of {side.name}"):
                 self.notes.append(busy)
 
+            if plan.vocabulary.encoder.asks_server:  # another one by now
+                encoder = self._make_encoder(live.base_url, live.model)
+                plan = replace(plan, vocabulary=replace(plan.vocabulary, encoder=encoder))
+
             def run_once(plan: Plan) -> Run:
                 run = measure(
                     target,

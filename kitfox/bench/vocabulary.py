@@ -38,10 +38,12 @@ class Encoder:
     Attributes:
         encode: the prompt's token ids, those that the server adds included; or only how many they are.
         source: how it knows, for people.
+        asks_server: it is of use only as long as that server runs.
     """
 
     encode: Callable[[str], Sequence[int] | int]
     source: str
+    asks_server: bool = False
 
     def count(self, text: str) -> int:
         encoded = self.encode(text)
@@ -219,7 +221,7 @@ def server_encoder(base_url: str, model: str, *, api_key: str | None = None) -> 
             except (_RefusedError, ValueError) as error:
                 raise ConfigError(f"{root}/tokenize failed on a text of {len(text)} characters: {error}") from error
 
-        return Encoder(encode, f"/tokenize in {server}'s form")
+        return Encoder(encode, f"/tokenize in {server}'s form", asks_server=True)
 
     def count(text: str) -> int:
         body = {"model": model, "prompt": text, "max_tokens": 1, "temperature": 0}
@@ -232,7 +234,7 @@ def server_encoder(base_url: str, model: str, *, api_key: str | None = None) -> 
             ) from error
 
     count(_PROBE)
-    return Encoder(count, "usage.prompt_tokens of completions of one token")
+    return Encoder(count, "usage.prompt_tokens of completions of one token", asks_server=True)
 
 
 # llama.cpp answers bodies without `content` with an empty list, so it is known by what it leaves out.
