@@ -36,6 +36,7 @@ def main() -> None:
     parser.add_argument("--sides", default=",".join(SIDES))
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--model", default="smollm2-135m")
+    parser.add_argument("--tokenizer", type=Path, help="its tokenizer, where servers need not be asked")
     args = parser.parse_args()
     sides = [f"{name}=kitfox:{args.model} {SIDES[name]}".strip() for name in args.sides.split(",")]
     for workload in args.workloads.split(","):
@@ -44,6 +45,8 @@ def main() -> None:
             command = [sys.executable, "-m", "kitfox", "compare", *sides, *WORKLOADS[workload]]
             command += ["--concurrency", concurrency, "--temperature", "0", "--repeats", str(args.repeats)]
             command += ["--metric", "output_tokens_per_s", "--output", str(folder)]
+            if args.tokenizer is not None:
+                command += ["--tokenizer", str(args.tokenizer)]
             subprocess.run(command, check=False, stdout=subprocess.DEVNULL)
             print(f"{workload} at {concurrency}: {shown(folder)}", flush=True)
 

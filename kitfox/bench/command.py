@@ -118,16 +118,17 @@ def _measure(
             console=console,
             on_run=output.add,
         )
-        vocabulary, context = comparison.check()
-        plan = Plan(
-            spec=_spec(arguments, context),
-            arrivals=arrivals,
-            slo=slo,
-            vocabulary=vocabulary,
-            seed=arguments.seed,
-            warm_up=arguments.warm_up,
-            warm_cache=getattr(arguments, "warm_cache", False),
-            sweep=sweep,
+        plan = comparison.check(
+            lambda vocabulary, context: Plan(
+                spec=_spec(arguments, context),
+                arrivals=arrivals,
+                slo=slo,
+                vocabulary=vocabulary,
+                seed=arguments.seed,
+                warm_up=arguments.warm_up,
+                warm_cache=getattr(arguments, "warm_cache", False),
+                sweep=sweep,
+            )
         )
         workload = plan.workload(0)
         console.print(f"{workload.description}; {plan.arrivals_text()}", highlight=False, soft_wrap=True)

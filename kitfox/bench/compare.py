@@ -99,11 +99,12 @@ class Comparison:
         self.notes: list[str] = []
         self.interrupted = False
 
-    def check(self) -> tuple[Vocabulary, int | None]:
-        """Start each side once, find out what it is, and refuse an unfair comparison.
+    def check(self, make_plan: Callable[[Vocabulary, int | None], Plan]) -> Plan:
+        """Start each side once, find out what it is, refuse an unfair comparison, and make the first repeat's workload.
 
-        Returns:
-            Words that are one token each for every side, and the shortest context of any.
+        Args:
+            make_plan: of words that are one token each for every side, and the shortest context of any. It is called
+                while the last side is up, for workloads of texts ask a server how many tokens they are.
 
         Raises:
             ConfigError: a fact differs and the difference is not allowed; it names the field and each side's value.
@@ -115,6 +116,7 @@ class Comparison:
         found: dict[str, dict[str, str | None]] = {}
         vocabularies: dict[str, Vocabulary] = {}
         contexts, described = [], []
+        plan: Plan | None = None
         for side in self._sides:
             with self._live(side, f"{side.name}-check") as live:
                 self._console.print(f"{side.name}: {live.model}" + _started(live), highlight=False, soft_wrap=True)
@@ -126,9 +128,14 @@ class Comparison:
                 vocabularies[side.name] = self._probe(side, live, vocabulary)
                 contexts.append(live.max_model_len)
                 described.append(Side(side.name, side.text, shlex.join(live.command)))
+                if len(described) == len(self._sides):
+                    self.facts = tuple(check(found, self._rules.allowed - {LOAD}))
+                    shared = replace(_shared_vocabulary(vocabularies), encoder=encoder)
+                    plan = make_plan(shared, min((n for n in contexts if n is not None), default=None))
+                    plan.workload(0)  # it is kept
         self.described = tuple(described)
-        self.facts = tuple(check(found, self._rules.allowed - {LOAD}))
-        return _shared_vocabulary(vocabularies), min((n for n in contexts if n is not None), default=None)
+        assert plan is not None, "nothing to compare"
+        return plan
 
     def _declared(self, side: str, found: Mapping[str, str | None]) -> dict[str, str | None]:
         """What the user says of a side, where nothing else was found out."""
