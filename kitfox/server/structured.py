@@ -7,8 +7,11 @@ honour a schema is found out where it is compiled; here only the form of the req
 
 from __future__ import annotations
 
+import asyncio
+import functools
 import re
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import msgspec
@@ -35,6 +38,7 @@ from kitfox.errors import InvalidParameterError, RequestError, UnsupportedParame
 from kitfox.server.validation import decode_json
 from kitfox.structured_output.schema import closed
 
+_reading = ThreadPoolExecutor(1, "kitfox-schemas")
 JSON_TYPES = {"array", "boolean", "integer", "null", "number", "object", "string"}
 _EBNF_START = re.compile(r"^[ \t]*root[ \t]*::=", re.MULTILINE)
 _LARK_START = re.compile(r"^[ \t]*\??start[ \t]*(\.-?\d+[ \t]*)?:|\A\s*%llguidance\b", re.MULTILINE)
@@ -132,6 +136,17 @@ def requested_constraint(fields: FormatFields, *, format_param: str = "response_
     if space is not None and fields.guided_json is None:
         raise InvalidParameterError("guided_whitespace_pattern", "needs guided_json", space)
     return next((Constraint(format=made, param=param) for param, made in found.items()), None)
+
+
+async def read_constraint(fields: FormatFields, *, format_param: str = "response_format") -> Constraint | None:
+    """As `requested_constraint`, beside the event loop: a large schema takes tens of milliseconds to check.
+
+    One at a time, so that no more than one other thread wants the interpreter.
+    """
+    if all(getattr(fields, name) is None for name in FormatFields.__struct_fields__):
+        return None
+    read = functools.partial(requested_constraint, fields, format_param=format_param)
+    return await asyncio.get_running_loop().run_in_executor(_reading, read)
 
 
 def _read_response_format(given: ResponseFormat, param: str) -> Format | None:
