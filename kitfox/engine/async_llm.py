@@ -181,8 +181,6 @@ class AsyncLLM:
             RequestError: it is wrong. QueueFullError: no room to wait. ShuttingDownError, EngineDeadError: as they say.
         """
         self._check_open()
-        if request_id in self._output_processor:
-            raise InvalidParameterError("request_id", "must not be one that is being served", request_id)
         process = functools.partial(
             self._input_processor.process,
             prompt_token_ids,
@@ -197,6 +195,8 @@ class AsyncLLM:
         else:  # a large schema would hold up everybody's streams
             requests = await asyncio.get_running_loop().run_in_executor(self._checking, process)
             self._check_open()
+        if request_id in self._output_processor:
+            raise InvalidParameterError("request_id", "must not be one that is being served", request_id)
         scheduler = self.config.scheduler
         room = scheduler.max_num_seqs + scheduler.max_num_queued_requests - self._output_processor.num_unfinished
         if room < len(requests):

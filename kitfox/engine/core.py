@@ -145,7 +145,7 @@ class EngineCore:
 
     def sleep(self) -> bool:
         """Give the KV cache's memory back until `wake_up`. False, with nothing changed, while there are requests."""
-        if self.scheduler.has_work or self._refused:
+        if self.scheduler.requests or self._refused:
             return False
         if not self.is_sleeping:
             is_empty = self.scheduler.kv_cache.reset()

@@ -124,6 +124,13 @@ def test_it_waits_in_its_own_state_while_others_run(core: EngineCore, manager: M
     assert core.scheduler.stats().num_waiting_for_grammar == 0
 
 
+def test_an_engine_does_not_sleep_while_one_waits(core: EngineCore, manager: Manager) -> None:
+    core.add_request(constrained("waits", [1, 2]))
+    assert not core.sleep()
+    core.abort(["waits"])
+    assert core.sleep()
+
+
 def test_it_keeps_its_place_by_arrival() -> None:
     core = make_core(max_num_seqs=1)
     manager = Manager(core)
