@@ -3,8 +3,8 @@
     .venv/bin/python -m benchmarks.constrained_speed --heavy ../shared/data/jsonschema/heavy_schemas.jsonl
 
 Starts `kitfox serve`, with further flags of it if given, and measures with `kitfox bench`. The two kinds of answers
-take turns and have the same length: the schema's is longer than what is generated. Heavy schemas are sent cold, all at
-once, while a stream of another client is measured.
+take turns and have the same length: the schema's is longer than what is generated. Heavy schemas are sent all at once
+while a stream of another client is measured: new ones, and the same requests when the server knows them already.
 """
 
 from __future__ import annotations
@@ -96,30 +96,51 @@ def compare_with_free_text(repeats: int, concurrency: int) -> None:
 
 
 def compare_gaps(schemas: list[Any], repeats: int) -> None:
-    gaps: dict[str, list[tuple[float, float]]] = {"alone": [], "while grammars compile": []}
+    metrics = {name: f"itl_{name}" for name in ("max", "p99", "mean")}
+    gaps: dict[str, dict[str, list[float]]] = {
+        way: {name: [] for name in metrics} for way in ("alone", "schemas known", "schemas new")
+    }
+    for schema in schemas:
+        send(schema, [])
     for repeat in range(repeats):
         for way in list(gaps) if repeat % 2 == 0 else list(gaps)[::-1]:
             outcomes: list[str] = []
             threads = []
             if way != "alone":
+                comment = {"$comment": f"repeat {repeat}"} if way == "schemas new" else {}
                 for schema in schemas:
-                    fresh = {**schema, "$comment": f"repeat {repeat}"}  # another content, so that nothing is cached
-                    threads.append(threading.Thread(target=send, args=(fresh, outcomes), daemon=True))
-            starter = threading.Timer(1.5, lambda threads=threads: [thread.start() for thread in threads])
+                    threads.append(threading.Thread(target=send, args=({**schema, **comment}, outcomes), daemon=True))
+            starter = threading.Thread(target=start_in_midstream, args=(threads,), daemon=True)
             starter.start()
             summary = bench(
                 *("--workload", "random", "--input-len", "100", "--output-len", "400", "--num-requests", "4"),
-                *("--concurrency", "1", "--endpoint", "completions", "--seed", str(repeat), "--warm-up", "1"),
+                *("--concurrency", "1", "--endpoint", "completions", "--seed", str(repeat), "--warm-up", "0"),
             )
             starter.join()
             for thread in threads:
                 thread.join(60)
-            gaps[way].append((1000 * metric(summary, "itl_p99"), 1000 * metric(summary, "itl_mean")))
-            print(f"{way}: ITL p99 {gaps[way][-1][0]:.1f} ms, mean {gaps[way][-1][1]:.2f} ms; {outcomes}", flush=True)
-    for position, name in enumerate(("p99", "mean")):
-        busy = [entry[position] for entry in gaps["while grammars compile"]]
-        alone = [entry[position] for entry in gaps["alone"]]
-        print(f"ITL {name}, while {len(schemas)} heavy schemas compile, over alone: {spread(busy, alone)}")
+            for name, full_name in metrics.items():
+                gaps[way][name].append(1000 * metric(summary, full_name))
+            shown = ", ".join(f"{name} {values[-1]:.1f}" for name, values in gaps[way].items())
+            print(f"{way}: ITL in ms: {shown}; {outcomes}", flush=True)
+    for name in metrics:
+        shown = {way: [round(value, 1) for value in gaps[way][name]] for way in gaps}
+        print(f"ITL {name} in ms: {shown}")
+        for way in ("alone", "schemas known"):
+            print(
+                f"  {len(schemas)} heavy schemas new, over {way}: {spread(gaps['schemas new'][name], gaps[way][name])}"
+            )
+
+
+def start_in_midstream(threads: list[threading.Thread]) -> None:
+    """Start them when the server has been busy for half a second: what comes before the stream is shorter."""
+    num_busy = 0
+    while num_busy < 10:
+        time.sleep(0.05)
+        is_busy = json.load(urllib.request.urlopen(f"{URL}/load"))["server_load"] > 0
+        num_busy = num_busy + 1 if is_busy else 0
+    for thread in threads:
+        thread.start()
 
 
 def send(schema: Any, outcomes: list[str]) -> None:

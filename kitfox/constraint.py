@@ -20,11 +20,13 @@ class JsonSchema(msgspec.Struct, frozen=True, kw_only=True, tag="json_schema", o
 
     Attributes:
         schema: draft 7 or 2020-12; properties are written in its order.
+        closes_objects: objects that name properties and do not say whether there may be others have no others.
         max_whitespace: most whitespace characters between two JSON tokens; None is the server's.
         whitespace_pattern: a regex for it instead.
     """
 
     schema: dict[str, Any] | bool
+    closes_objects: bool = False
     max_whitespace: int | None = None
     whitespace_pattern: str | None = None
 

@@ -152,8 +152,8 @@ def _distribution(samples: Iterable[float | None]) -> Distribution | None:
     values = np.array([sample for sample in samples if sample is not None])
     if not values.size:
         return None
-    p50, p90, p99 = np.percentile(values, (50, 90, 99)).tolist()
-    return Distribution(count=values.size, mean=float(values.mean()), p50=p50, p90=p90, p99=p99)
+    p50, p90, p99, most = np.percentile(values, (50, 90, 99, 100)).tolist()
+    return Distribution(count=values.size, mean=float(values.mean()), p50=p50, p90=p90, p99=p99, max=most)
 
 
 # ---- the table ------------------------------------------------------------------------------------------------------
@@ -182,7 +182,7 @@ class Metric:
 
 def _latencies() -> Iterator[tuple[str, Metric]]:
     for name in ("ttft", "tpot", "itl", "e2el"):
-        for statistic in ("mean", "p50", "p90", "p99"):
+        for statistic in ("mean", "p50", "p90", "p99", "max"):
             metric = Metric(
                 f"{name.upper()} {statistic}",
                 "ms",

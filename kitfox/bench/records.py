@@ -222,6 +222,7 @@ class Distribution:
     p50: float
     p90: float
     p99: float
+    max: float
 
 
 @dataclass(frozen=True)

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import logging
 import time
 from collections.abc import AsyncIterator, Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -102,7 +100,6 @@ class AsyncLLM:
         self.is_sleeping = False
         self._answers: dict[int, asyncio.Future[ControlAnswer]] = {}  # awaited ones, by their commands' numbers
         self._num_commands = 0
-        self._checking = ThreadPoolExecutor(1, "kitfox-checking")
         self._state = "starting"
         self._detail = "the engine is loading the model"
         self._ready = asyncio.Event()
@@ -181,8 +178,9 @@ class AsyncLLM:
             RequestError: it is wrong. QueueFullError: no room to wait. ShuttingDownError, EngineDeadError: as they say.
         """
         self._check_open()
-        process = functools.partial(
-            self._input_processor.process,
+        if request_id in self._output_processor:
+            raise InvalidParameterError("request_id", "must not be one that is being served", request_id)
+        requests = self._input_processor.process(
             prompt_token_ids,
             sampling,
             request_id=request_id,
@@ -190,13 +188,6 @@ class AsyncLLM:
             cache_salt=cache_salt,
             pooling=pooling,
         )
-        if sampling.constraint is None:
-            requests = process()
-        else:  # a large schema would hold up everybody's streams
-            requests = await asyncio.get_running_loop().run_in_executor(self._checking, process)
-            self._check_open()
-        if request_id in self._output_processor:
-            raise InvalidParameterError("request_id", "must not be one that is being served", request_id)
         scheduler = self.config.scheduler
         room = scheduler.max_num_seqs + scheduler.max_num_queued_requests - self._output_processor.num_unfinished
         if room < len(requests):

@@ -9,11 +9,9 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from kitfox.config import EngineConfig, ModelConfig, Pooling
-from kitfox.constraint import Constraint, GrammarError
 from kitfox.engine.stop_regex import StopAutomaton
-from kitfox.errors import ContextLengthError, InvalidGrammarError, InvalidParameterError
+from kitfox.errors import ContextLengthError, InvalidParameterError
 from kitfox.request import MAX_SEED, EngineRequest, SamplingParams
-from kitfox.structured_output.schema import check_format
 
 if TYPE_CHECKING:
     from kitfox.tokenizer import Tokenizer
@@ -96,7 +94,6 @@ class InputProcessor:
         self._check_prompt(prompt_token_ids)
         self._check_token_ids(sampling)
         StopAutomaton(sampling.stop_regex)  # refuses what it cannot match
-        _check_constraint(sampling.constraint)
         if cache_salt is not None and not 1 <= len(cache_salt) <= MAX_CACHE_SALT_CHARS:
             raise InvalidParameterError("cache_salt", f"must have 1 to {MAX_CACHE_SALT_CHARS} characters", cache_salt)
         if not -(2**31) <= priority < 2**31:
@@ -199,15 +196,6 @@ class InputProcessor:
                 param="max_tokens" if num_prompt_tokens < limit else "prompt",
             )
         return wanted
-
-
-def _check_constraint(constraint: Constraint | None) -> None:
-    """Refuse what is too large or malformed; what a backend cannot do is found out when it compiles."""
-    if constraint is not None:
-        try:
-            check_format(constraint.format)
-        except GrammarError as error:
-            raise InvalidGrammarError(constraint.param, str(error)) from None
 
 
 def truncated_prompt(

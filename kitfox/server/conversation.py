@@ -26,9 +26,9 @@ from kitfox.server.parsers import (
     detect_reasoning_marks,
     detect_tool_call_parser,
 )
-from kitfox.server.structured import check_types
 from kitfox.server.templates import CallArguments, TemplateRenderer
 from kitfox.server.validation import decode_json
+from kitfox.structured_output.schema import TYPE_NAMES
 
 if TYPE_CHECKING:
     from kitfox.tokenizer import Tokenizer
@@ -229,7 +229,27 @@ def check_tools(tools: Sequence[Tool]) -> None:
             place = f"{place}.function.parameters"
             if schema.get("type", "object") != "object":
                 raise InvalidParameterError(f"{place}.type", 'must be "object"', schema["type"])
-            check_types(schema, place)
+            _check_types(schema, place)
+
+
+def _check_types(schema: Any, place: str) -> None:
+    """Refuse types that JSON schema does not have, such as "float", wherever a schema can stand."""
+    if not isinstance(schema, dict):
+        return
+    types = schema.get("type", [])
+    for name in types if isinstance(types, list) else [types]:
+        if not isinstance(name, str) or name not in TYPE_NAMES:
+            raise InvalidParameterError(f"{place}.type", f"must be of {', '.join(sorted(TYPE_NAMES))}", name)
+    for key in ("properties", "patternProperties", "$defs", "definitions"):
+        members = schema.get(key, {})
+        if not isinstance(members, dict):
+            raise InvalidParameterError(f"{place}.{key}", "must be an object", members)
+        for name, member in members.items():
+            _check_types(member, f"{place}.{key}.{name}")
+    for key in ("items", "additionalProperties", "not", "anyOf", "oneOf", "allOf", "prefixItems"):
+        members = schema.get(key)
+        for member in members if isinstance(members, list) else [members]:
+            _check_types(member, f"{place}.{key}")
 
 
 # ---- the model's dialect --------------------------------------------------------------------------------------------

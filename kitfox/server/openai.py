@@ -51,7 +51,7 @@ from kitfox.server.generation import (
     truncated,
 )
 from kitfox.server.parsers import AnswerParser, ToolCallDelta, join_calls
-from kitfox.server.structured import FormatFields, read_constraint
+from kitfox.server.structured import FormatFields, requested_constraint
 from kitfox.server.validation import error_body, internal_error, refuse_ignored
 
 if TYPE_CHECKING:
@@ -792,7 +792,7 @@ class OpenAIService:
             max_tokens=max_tokens,
             logprobs=_num_top_logprobs(fields, fields.logprobs),
             prompt_logprobs=prompt_logprobs,
-            constraint=await read_constraint(fields),
+            constraint=requested_constraint(fields),
         )
         tokenizer = self._llm.tokenizer
         prompts = await make_prompts(tokenizer, fields.prompt, add_special_tokens=fields.add_special_tokens)
@@ -835,7 +835,7 @@ class OpenAIService:
             max_tokens=max_tokens,
             logprobs=_num_top_logprobs(fields, logprobs),
             prompt_logprobs=fields.prompt_logprobs,
-            constraint=await read_constraint(fields, format_param=format_param),
+            constraint=requested_constraint(fields, format_param=format_param),
         )
         prompt, calling, unused = await _encode_chat(self._generator, fields)
         dialect = self._generator.dialect

@@ -7,14 +7,12 @@ honour a schema is found out where it is compiled; here only the form of the req
 
 from __future__ import annotations
 
-import asyncio
-import functools
 import re
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import msgspec
+from msgspec.structs import replace
 
 from kitfox.constraint import (
     ANY_JSON,
@@ -36,10 +34,7 @@ from kitfox.constraint import (
 )
 from kitfox.errors import InvalidParameterError, RequestError, UnsupportedParameterError
 from kitfox.server.validation import decode_json
-from kitfox.structured_output.schema import closed
 
-_reading = ThreadPoolExecutor(1, "kitfox-schemas")
-JSON_TYPES = {"array", "boolean", "integer", "null", "number", "object", "string"}
 _EBNF_START = re.compile(r"^[ \t]*root[ \t]*::=", re.MULTILINE)
 _LARK_START = re.compile(r"^[ \t]*\??start[ \t]*(\.-?\d+[ \t]*)?:|\A\s*%llguidance\b", re.MULTILINE)
 
@@ -113,11 +108,11 @@ def requested_constraint(fields: FormatFields, *, format_param: str = "response_
     readers: dict[str, Callable[[Any, str], Format | None]] = {
         "response_format": _read_response_format,
         "structured_outputs": _read_structured_outputs,
-        "guided_json": lambda given, param: JsonSchema(schema=read_schema(given, param), whitespace_pattern=space),
+        "guided_json": lambda given, param: replace(read_schema(given, param), whitespace_pattern=space),
         "guided_regex": lambda given, _: Regex(pattern=given),
         "guided_choice": _read_choice,
         "guided_grammar": read_grammar,
-        "json_schema": lambda given, param: JsonSchema(schema=read_schema(given, param)),
+        "json_schema": read_schema,
         "regex": lambda given, _: Regex(pattern=given),
         "ebnf": lambda given, _: Ebnf(grammar=given),
         "grammar": read_grammar,
@@ -138,17 +133,6 @@ def requested_constraint(fields: FormatFields, *, format_param: str = "response_
     return next((Constraint(format=made, param=param) for param, made in found.items()), None)
 
 
-async def read_constraint(fields: FormatFields, *, format_param: str = "response_format") -> Constraint | None:
-    """As `requested_constraint`, beside the event loop: a large schema takes tens of milliseconds to check.
-
-    One at a time, so that no more than one other thread wants the interpreter.
-    """
-    if all(getattr(fields, name) is None for name in FormatFields.__struct_fields__):
-        return None
-    read = functools.partial(requested_constraint, fields, format_param=format_param)
-    return await asyncio.get_running_loop().run_in_executor(_reading, read)
-
-
 def _read_response_format(given: ResponseFormat, param: str) -> Format | None:
     if given.type == "text":
         return None
@@ -162,7 +146,7 @@ def _read_response_format(given: ResponseFormat, param: str) -> Format | None:
         place, schema = f"{param}.json_schema.schema", given.json_schema.schema
     if schema is None and given.type == "json_object":
         return ANY_JSON
-    return JsonSchema(schema=read_schema(schema, place))
+    return read_schema(schema, place)
 
 
 def _read_structured_outputs(given: StructuredOutputs, param: str) -> Format:
@@ -176,15 +160,14 @@ def _read_structured_outputs(given: StructuredOutputs, param: str) -> Format:
     kind = wanted[0]
     place = f"{param}.{kind}"
     if kind in ("json", "json_object"):
-        schema = read_schema(given.json, place) if kind == "json" else ANY_JSON.schema
         if given.disable_any_whitespace and given.whitespace_pattern is not None:
             limit = "must not be given with disable_any_whitespace"
             raise InvalidParameterError(f"{param}.whitespace_pattern", limit, given.whitespace_pattern)
-        return JsonSchema(
-            schema=_without_additional_properties(schema) if given.disable_additional_properties else schema,
-            max_whitespace=0 if given.disable_any_whitespace else None,
-            whitespace_pattern=given.whitespace_pattern,
-        )
+        made = read_schema(given.json, place) if kind == "json" else ANY_JSON
+        if given.disable_additional_properties:
+            made = replace(made, schema=_without_additional_properties(made.schema))
+        spaces = 0 if given.disable_any_whitespace else None
+        return replace(made, max_whitespace=spaces, whitespace_pattern=given.whitespace_pattern)
     for name in ("whitespace_pattern", "disable_any_whitespace", "disable_additional_properties"):
         if getattr(given, name):
             raise InvalidParameterError(f"{param}.{name}", "needs json or json_object", getattr(given, name))
@@ -212,8 +195,10 @@ def read_grammar(text: str, param: str) -> Format:
     raise InvalidParameterError(param, "needs a rule `root ::= ...` (GBNF, EBNF) or `start: ...` (Lark)", text)
 
 
-def read_schema(given: Any, param: str) -> dict[str, Any] | bool:
-    """A JSON schema, given as an object, as true or false, or as the JSON text of one; its objects closed.
+def read_schema(given: Any, param: str) -> JsonSchema:
+    """A JSON schema, given as an object, as true or false, or as the JSON text of one.
+
+    What stands inside is looked at where it is compiled: for large schemas that would hold up everybody's streams here.
 
     Raises:
         InvalidParameterError: it is none.
@@ -222,8 +207,7 @@ def read_schema(given: Any, param: str) -> dict[str, Any] | bool:
         given = _decode(given, param)
     if not isinstance(given, dict | bool):
         raise InvalidParameterError(param, "must be a JSON schema", given)
-    check_types(given, param)
-    return closed(given)
+    return JsonSchema(schema=given, closes_objects=True)
 
 
 def _decode(text: str, param: str) -> Any:
@@ -232,26 +216,6 @@ def _decode(text: str, param: str) -> Any:
     except RequestError as error:
         reason = error.message.removeprefix("the request body ")
         raise InvalidParameterError(param, f"as a text {reason}", text) from None
-
-
-def check_types(schema: Any, place: str) -> None:
-    """Refuse types that JSON schema does not have, such as "float", wherever a schema can stand."""
-    if not isinstance(schema, dict):
-        return
-    types = schema.get("type", [])
-    for name in types if isinstance(types, list) else [types]:
-        if not isinstance(name, str) or name not in JSON_TYPES:
-            raise InvalidParameterError(f"{place}.type", f"must be of {', '.join(sorted(JSON_TYPES))}", name)
-    for key in ("properties", "patternProperties", "$defs", "definitions"):
-        members = schema.get(key, {})
-        if not isinstance(members, dict):
-            raise InvalidParameterError(f"{place}.{key}", "must be an object", members)
-        for name, member in members.items():
-            check_types(member, f"{place}.{key}.{name}")
-    for key in ("items", "additionalProperties", "not", "anyOf", "oneOf", "allOf", "prefixItems"):
-        members = schema.get(key)
-        for member in members if isinstance(members, list) else [members]:
-            check_types(member, f"{place}.{key}")
 
 
 def _without_additional_properties(schema: Any) -> Any:
@@ -298,7 +262,7 @@ def read_structural_tag(given: str | dict[str, Any], param: str) -> Format:
         place = f"{param}.structures[{position}]"
         if not isinstance(structure, dict):
             raise InvalidParameterError(place, "must be an object", structure)
-        content = JsonSchema(schema=read_schema(structure.get("schema"), f"{place}.schema"))
+        content = read_schema(structure.get("schema"), f"{place}.schema")
         tags.append(Tag(begin=_text(structure, "begin", place), content=content, end=_text(structure, "end", place)))
     return _triggered(_texts(given, "triggers", param), tags, param)
 
@@ -349,8 +313,7 @@ def _read_node(node: Any, place: str) -> Format:
             spaces = node.get("max_whitespace_cnt")
             if spaces is not None and (type(spaces) is not int or spaces < 0):
                 raise InvalidParameterError(f"{place}.max_whitespace_cnt", "must be >= 0", spaces)
-            schema = read_schema(node.get("json_schema"), f"{place}.json_schema")
-            return JsonSchema(schema=schema, max_whitespace=spaces)
+            return replace(read_schema(node.get("json_schema"), f"{place}.json_schema"), max_whitespace=spaces)
         case "any_text":
             return AnyText()
         case "token":

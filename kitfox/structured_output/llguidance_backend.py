@@ -55,6 +55,7 @@ from kitfox.structured_output.schema import (
     asserting_keywords,
     check_schema,
     draft_of,
+    schema_of,
     subschemas,
     unenforced_keyword,
 )
@@ -531,7 +532,7 @@ class _Writer:
         return _Embedded(f"@{name}", can_be_empty, _Terminal("/[^\\s\\S]/", _ANY_CHARACTER))
 
     def _json(self, format: JsonSchema) -> _Node:
-        schema = _exact_schema(format.schema)
+        schema = _exact_schema(schema_of(format))
         name = f"json_{len(self._named)}"
         self._named.append({"name": name, "json_schema": {**schema, "x-guidance": self._json_options(format)}})
         types = schema.get("type", list(_JSON_LEXEMES))

@@ -28,7 +28,9 @@ from kitfox.structured_output.worker import COMPILER_NICENESS, CompileLimitError
 
 logger = logging.getLogger("kitfox.engine")
 
-MAX_PARALLEL_COMPILES = 4  # a heavy grammar keeps a worker for up to the deadline: the next ones need another
+# A heavy grammar keeps a worker for up to the deadline: the next ones need another. More of them than there are cores
+# would only take those from the steps more often.
+MAX_PARALLEL_COMPILES = max(2, min(4, os.cpu_count() or 1))
 MAX_CACHED_BYTES = 512 * 2**20
 MAX_CACHED_REFUSALS = 1024
 RETRY_AFTER_S = 60.0  # a machine that was too busy once need not be so always; a hostile client gets no more than this

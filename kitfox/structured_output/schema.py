@@ -486,6 +486,11 @@ _DEPEND_ON_OPEN_OBJECTS = (
 _SAY_WHICH_MEMBERS = ("patternProperties", "propertyNames", "additionalProperties")
 
 
+def schema_of(format: JsonSchema) -> Schema:
+    """What the format's value has to keep to."""
+    return closed(format.schema) if format.closes_objects else format.schema
+
+
 def closed(root: Schema) -> Schema:
     """The schema with objects closed that name their properties and do not say whether there may be others.
 

@@ -19,6 +19,7 @@ from multiprocessing.connection import Connection
 import msgspec
 
 from kitfox.constraint import Format, GrammarError
+from kitfox.structured_output.schema import check_format
 from kitfox.structured_output.vocabulary import Vocabulary
 
 COMPILER_NICENESS = 10  # a tenth of a core that steps want too: at 19 it would get a hundredth, and miss its deadline
@@ -87,6 +88,7 @@ def run_worker(pipe: Connection) -> None:
             format = decoder.decode(pipe.recv_bytes())
             set_alarm(options.timeout_s)
             try:
+                check_format(format)
                 compiled = compiler.compile(format)
                 compiled.start().fill_bitmask(row)
                 verdict = Verdict(notation=compiled.notation)

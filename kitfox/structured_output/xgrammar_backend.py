@@ -30,7 +30,7 @@ from kitfox.constraint import (
 )
 from kitfox.structured_output.grammar import BitmaskRow, CannotReadError, CompiledGrammar, Grammar, GrammarCompiler
 from kitfox.structured_output.pattern import read_pattern
-from kitfox.structured_output.schema import check_format
+from kitfox.structured_output.schema import schema_of
 from kitfox.structured_output.vocabulary import Vocabulary
 from kitfox.structured_output.xgrammar_schema import exact_schema
 
@@ -84,7 +84,6 @@ class XgrammarCompiler(GrammarCompiler):
         self._text_tokens = allowed
 
     def compile(self, format: Format) -> CompiledGrammar:
-        check_format(format)
         translation = _Translation(self._vocabulary, self._max_whitespace)
         structure = translation.structure(format)
         return self.build("xgrammar:" + json.dumps({"format": structure, "marks": sorted(translation.marks)}))
@@ -174,7 +173,7 @@ class _Translation:
             if format.whitespace_pattern:
                 raise GrammarError("xgrammar does not enforce whitespace_pattern")
             max_whitespace = 0
-        schema = exact_schema(format.schema)
+        schema = exact_schema(schema_of(format))
         if max_whitespace > 0:
             return {"type": "json_schema", "json_schema": schema, "max_whitespace_cnt": max_whitespace}
         try:

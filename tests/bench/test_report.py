@@ -81,7 +81,7 @@ def example_records(
 def distribution(samples: list[float]) -> Distribution | None:
     if not samples:
         return None
-    return Distribution(len(samples), float(np.mean(samples)), *np.percentile(samples, (50, 90, 99)).tolist())
+    return Distribution(len(samples), float(np.mean(samples)), *np.percentile(samples, (50, 90, 99, 100)).tolist())
 
 
 def example_run(

@@ -111,6 +111,7 @@ def nested_schema(depth: int) -> str:
         ("E59", {"regex": "(?<=x)*"}, "regex"),
         ("E61", {"json_schema": {"type": "string", "pattern": "("}}, "json_schema"),
         ("E61", {"json_schema": {"$ref": "#/nowhere"}}, "json_schema"),
+        ("E61", {"json_schema": {"properties": {"a": {"type": "float"}}}}, "json_schema"),
         ("E61", {"json_schema": {"type": "integer", "minimum": 5, "maximum": 4}}, "json_schema"),
         ("E62", {"ebnf": "root ::= " + "(" * 60_000 + '"a"' + ")" * 60_000}, "ebnf"),
         ("E62", {"grammar": 'root ::= nowhere "a"'}, "grammar"),

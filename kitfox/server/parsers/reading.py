@@ -27,7 +27,6 @@ from kitfox.constraint import (
     TriggeredTags,
 )
 from kitfox.server.parsers.values import one_of, sequence
-from kitfox.structured_output.schema import closed
 
 MAX_ARGUMENTS_DEPTH = 64  # as for request bodies
 
@@ -98,7 +97,7 @@ def arguments_format(parameters: Mapping[str, Any] | None) -> JsonSchema:
         return ANY_JSON
     if not parameters:
         return JsonSchema(schema={"type": "object", "properties": {}, "additionalProperties": False})
-    return JsonSchema(schema=closed({"type": "object", **parameters}))
+    return JsonSchema(schema={"type": "object", **parameters}, closes_objects=True)
 
 
 class MalformedCallError(Exception):
