@@ -167,6 +167,7 @@ class ProcessClient(EngineClient):
         # zmq.asyncio sends return futures; a plain shadow of the same socket sends at once, and the queue is unbounded.
         self._send_socket: zmq.Socket[bytes] = zmq.Socket.shadow(self._requests)
         self._backlog: deque[bytes] = deque()  # a socket takes nothing before the process has connected to it
+        self._has_connected = False
         self.process: BaseProcess = multiprocessing.get_context("spawn").Process(
             target=run_engine, args=(config, num_blocks, requests_address, replies_address), name="kitfox-engine"
         )
@@ -218,12 +219,22 @@ class ProcessClient(EngineClient):
                 await asyncio.wait((reply,), timeout=0.2)
             if not reply.done():
                 raise EngineDeadError(f"the engine process ended with exit code {self.process.exitcode}")
-            self._send_backlog()
+            if not self._has_connected:
+                await self._send_what_has_waited()
             return reply_decoder.decode(reply.result())
         finally:
             loop.remove_reader(sentinel)
             reply.cancel()
             death.cancel()
+
+    async def _send_what_has_waited(self) -> None:
+        """The process speaks; that its other socket is connected too may take a moment more."""
+        poller = zmq.asyncio.Poller()
+        poller.register(self._requests, zmq.POLLOUT)
+        while self.process.is_alive() and not await poller.poll(1000):
+            pass
+        self._send_backlog()
+        self._has_connected = True
 
     async def _receive_bytes(self) -> bytes:
         return await self._replies.recv()
