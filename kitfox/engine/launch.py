@@ -128,11 +128,13 @@ def _load_for_process(config: EngineConfig, num_blocks: int, reply: Callable[[En
     from kitfox.weights.hub import resolve_model
     from kitfox.weights.model_config import read_model_config
 
+    gc.disable()  # nothing that is loaded is garbage, and looking takes a sixth of a second
     phases: list[tuple[str, float]] = []
     path = resolve_model(config.model.model, revision=config.model.revision).path
     core = load_core(
         config, read_model_config(path), path, num_blocks, lambda name, seconds: phases.append((name, seconds))
     )
+    gc.enable()
     gc.collect()
     gc.freeze()  # what is loaded now stays; later collections need not look at it
     reply(

@@ -8,6 +8,7 @@ it in the backend's notation, for the Python that writes that would hold up its 
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import signal
 import subprocess
@@ -53,6 +54,7 @@ def run_worker(pipe: Connection) -> None:
     """Compile one format after another, until the other end is closed."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the front end's to handle
     os.setpriority(os.PRIO_PROCESS, 0, COMPILER_NICENESS)
+    gc.disable()  # until all is loaded: there is no garbage before
     import numpy as np
 
     from kitfox.structured_output.backends import make_grammar_compiler
@@ -65,20 +67,26 @@ def run_worker(pipe: Connection) -> None:
     def set_alarm(timeout_s: float) -> None:
         signal.setitimer(signal.ITIMER_REAL, timeout_s + 1.0 if timeout_s else 0.0)
 
+    def keep_what_is_loaded() -> None:
+        gc.enable()
+        gc.freeze()  # later collections need not look at it
+        _limit_memory(options.memory_bytes)
+
     @contextlib.contextmanager
     def loading() -> Iterator[None]:
         set_alarm(START_TIMEOUT_S)
         _limit_memory(None)
+        gc.disable()
         send(Verdict(is_loading=True))
         yield
-        _limit_memory(options.memory_bytes)
+        keep_what_is_loaded()
         send(Verdict(is_loading=True))
         set_alarm(options.timeout_s)
 
     compiler = make_grammar_compiler(
         options.backend, options.vocabulary, max_whitespace=options.max_whitespace, on_loading=loading
     )
-    _limit_memory(options.memory_bytes)
+    keep_what_is_loaded()
     row = np.empty(options.vocabulary.num_mask_words, np.int32)
     decoder = msgspec.msgpack.Decoder(Format)
     verdict = Verdict()
