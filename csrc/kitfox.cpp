@@ -42,6 +42,7 @@ void with_kernel(const Op& op, const Step& step, int64_t first_row, int64_t rows
     case OpCode::kLinearArgmax: return use(LinearArgmax(op.linear_argmax, rows));
     case OpCode::kArgmax: return use(Argmax(op.argmax, rows));
     case OpCode::kAdd: return use(Add(op.add, rows));
+    case OpCode::kKeep: return use(Keep(op.keep, step, first_row, rows));
     case OpCode::kRotateAndWrite: return use(RotateAndWrite(op.rotate_and_write, step, first_row, rows));
     case OpCode::kAttention: return use(Attention(op.attention, step, plan));
   }

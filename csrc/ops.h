@@ -191,6 +191,26 @@ class ActAndMul {
   const int64_t rows_;
 };
 
+class Keep {
+ public:
+  Keep(const KeepArgs& args, const Step& step, int64_t first_row, int64_t rows)
+      : args_(args), out_(step.features + first_row * step.features_stride + args.column),
+        stride_(step.features_stride), rows_(rows) {}
+
+  int64_t num_tasks() const { return rows_; }
+
+  void run(int64_t begin, int64_t end, int /*thread*/) const {
+    for (int64_t row = begin; row < end; ++row) {
+      std::copy_n(args_.x + row * args_.size, args_.size, out_ + row * stride_);
+    }
+  }
+
+ private:
+  const KeepArgs& args_;
+  float* const out_;
+  const int64_t stride_, rows_;
+};
+
 class Add {
  public:
   Add(const AddArgs& args, int64_t rows) : args_(args), rows_(rows) {}

@@ -53,6 +53,8 @@ struct Step {
   const int32_t* block_table;      // [R, block_table_stride]
   int64_t block_table_stride;
   float* hidden;                   // [T, I]: where an op with out == null writes
+  float* features;                 // [T, features_stride]: where kKeep writes
+  int64_t features_stride;
 };
 
 // The paged cache of one layer, [num_blocks][kv_heads]{K, V}: K is [D/2][S][2] in 16 bits or [D][S] in float, V is
@@ -78,6 +80,7 @@ enum class OpCode : int32_t {
   kGatedLinear = 9,
   kLinearArgmax = 10,
   kArgmax = 11,
+  kKeep = 12,
 };
 
 enum class Activation : int64_t { kSilu = 0, kGelu = 1, kGeluTanh = 2 };
@@ -159,6 +162,13 @@ struct ArgmaxArgs {
   int64_t* out;  // [rows]
 };
 
+// Columns [column, column + size) of the step's features are x.
+struct KeepArgs {
+  const float* x;  // [rows, size]
+  int64_t size;
+  int64_t column;
+};
+
 struct AddArgs {
   const float* a;
   const float* b;
@@ -201,6 +211,7 @@ struct Op {
     LinearArgs linear;
     ActAndMulArgs act_and_mul;
     AddArgs add;
+    KeepArgs keep;
     RotateAndWriteArgs rotate_and_write;
     AttentionArgs attention;
     GatedLinearArgs gated_linear;

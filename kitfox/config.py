@@ -26,8 +26,8 @@ Pooling = Literal["mean", "last"]
 POOLINGS: tuple[Pooling, ...] = ("mean", "last")
 StructuredBackend = Literal["auto", "llguidance", "xgrammar"]
 STRUCTURED_BACKENDS: tuple[StructuredBackend, ...] = ("auto", "llguidance", "xgrammar")
-SpeculationMethod = Literal["none", "ngram", "suffix", "draft", "self"]
-SPECULATION_METHODS: tuple[SpeculationMethod, ...] = ("none", "ngram", "suffix", "draft", "self")
+SpeculationMethod = Literal["none", "ngram", "suffix", "draft", "self", "eagle", "eagle3"]
+SPECULATION_METHODS: tuple[SpeculationMethod, ...] = ("none", "ngram", "suffix", "draft", "self", "eagle", "eagle3")
 
 
 def _check(condition: bool, name: str, limit: str, given: object) -> None:
@@ -206,7 +206,8 @@ class SpeculationConfig:
 
     Attributes:
         method: "none", "ngram" (what followed the same words before, in the same request), "suffix" (that, and past
-            traffic), "draft" (a second, smaller model) or "self" (the first layers of the model).
+            traffic), "draft" (a second, smaller model), "self" (the first layers of the model), "eagle" or "eagle3" (a
+            head that was trained for the model).
         num_draft_tokens: most guesses for one answer in one step.
         adaptive: guess only as far as it makes answers come sooner, by what steps cost and guesses were worth so far;
             off, always as far as the proposer has something to say.
@@ -312,3 +313,20 @@ class ModelConfig:
     def kv_bytes_per_token(self, element_bytes: int) -> int:
         """Bytes of K and V that one token keeps over all layers."""
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim * element_bytes
+
+
+@dataclass(frozen=True)
+class HeadConfig:
+    """The shape of a head that guesses for another model (EAGLE).
+
+    Attributes:
+        model: of its one layer, as that of a model.
+        num_words: size of its own vocabulary; 0 is the model's.
+        feature_layers: the model's layers whose input it reads; empty is the usual three.
+        norm_before_residual: what is added behind its attention is normed.
+    """
+
+    model: ModelConfig
+    num_words: int
+    feature_layers: tuple[int, ...]
+    norm_before_residual: bool

@@ -906,7 +906,7 @@ FLAGS: tuple[Flag, ...] = (
         lambda text: one_of(*SPECULATION_METHODS)(_speculation_method(text)),
     ),
     Flag(
-        "the model that guesses, for the method draft: a smaller one, best of the same vocabulary",
+        "the model that guesses: for draft best a smaller one of the same vocabulary; for eagle and eagle3 the head",
         SPEED,
         "--spec-model",
         "--speculative-draft-model-path --speculative-draft-model",
@@ -1444,7 +1444,7 @@ def _settle_speculation(settings: dict[str, Any]) -> None:
     if "model" in options:  # as in vLLM, where who names a draft model need not name a method
         settings.setdefault("speculation.method", "draft")
     method = settings.get("speculation.method", "none")
-    if not options and method != "draft":  # which needs one
+    if not options and method == "none":
         return
     from kitfox.spec_decode.proposers import check_options
 

@@ -115,7 +115,7 @@ def to_trace_events(events: list[TraceEvent]) -> list[dict[str, Any]]:
             made.append({"ph": "X", "name": name, "ts": began_us, "dur": at_us - began_us, "args": {}} | place)
         if event.name in _SLICES:
             open_slices[event.request_id] = (_SLICES[event.name], at_us)
-        if event.name != "scheduled":  # once a token: the steps show it
+        if event.name not in ("scheduled", "verified"):  # once a token: the steps show it
             made.append({"ph": "i", "s": "t", "name": event.name, "ts": at_us, "args": event.data} | place)
     return made
 

@@ -199,6 +199,16 @@ class TestJsonOfVllm:
         assert (speculation.method, speculation.num_draft_tokens) == ("draft", 3)
         assert speculation.options == {"model": "m"}
 
+    def test_a_head(self) -> None:
+        for dialect, line in (
+            ("vllm", '--speculative-config {"method":"eagle3","model":"m","num_speculative_tokens":3}'),
+            ("sglang", "--speculative-algorithm EAGLE3 --speculative-draft-model-path m --speculative-num-steps 3"),
+        ):
+            speculation = parse(dialect, line)[0].speculation
+            assert (speculation.method, speculation.num_draft_tokens) == ("eagle3", 3)
+            assert speculation.options == {"model": "m"}
+        assert refusal("vllm", '--speculative-config {"method":"eagle"}').startswith("speculative decoding by a head")
+
     def test_layers_of_the_model_itself(self) -> None:
         speculation = parse("vllm", '--speculative-config {"method":"self","num_layers":4}')[0].speculation
         assert (speculation.method, speculation.options) == ("self", {"num_layers": 4})
@@ -358,12 +368,12 @@ class TestRefusals:
             ("sglang", "--max-model-len 4", "is vLLM's spelling; here it is --context-length"),
             ("vllm", "--disable-radix-cache", "here it is --no-enable-prefix-caching"),
             ("vllm", "-tp 2", "--tensor-parallel-size is not supported: several devices are not supported yet"),
-            ("sglang", "--speculative-algorithm EAGLE", f"must be one of {METHODS}. Given: 'eagle'"),
+            ("sglang", "--speculative-algorithm DFLASH", f"must be one of {METHODS}. Given: 'dflash'"),
             ("sglang", "--speculative-algorithm STANDALONE", "a draft model needs its name"),
             ("vllm", '--speculative-config {"method":"self","num_layers":0}', "must be >= 1. Given: 0"),
             ("vllm", '--speculative-config {"method":"self","model":"m"}', "self has no setting model"),
             ("vllm", "--speculative-config.method ngram", "has no parts"),
-            ("vllm", '--speculative-config {"method":"eagle"}', f"method must be one of {METHODS}"),
+            ("vllm", '--speculative-config {"method":"medusa"}', f"method must be one of {METHODS}"),
             ("vllm", '--speculative-config {"num_speculative_tokens":65}', "must be in [1, 64]. Given: 65"),
             ("vllm", '--speculative-config {"method":"ngram","draft":1}', "Given: draft"),
             (

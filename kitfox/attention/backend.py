@@ -22,6 +22,7 @@ class ForwardBatch:
         seq_lens: [R] int32, in tokens, this step included.
         query_start_loc: [R + 1] int32, exclusive prefix sum of query lengths.
         kv_caches: one per layer, from `Kernels.make_kv_cache`.
+        features: [T, F], where the model keeps what its `feature_layers` read; None if it has none.
     """
 
     token_ids: Tensor
@@ -32,6 +33,7 @@ class ForwardBatch:
     query_start_loc: Tensor
     kv_caches: list[Tensor]
     attention: AttentionBackend
+    features: Tensor | None = None
 
 
 class HeadNorm(Protocol):

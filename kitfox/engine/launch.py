@@ -55,19 +55,22 @@ def make_core(
     kv_cache = make_kv_cache_manager(config.cache, num_blocks)
     scheduler = Scheduler(config.scheduler, kv_cache, tracer, shares_prefixes=config.cache.organisation != "none")
     if config.speculation.method != "none":
-        scheduler.speculator = Speculator(config.speculation, proposer or _self_proposer(config, executor, scheduler))
+        proposer = proposer or _proposer_on_model(config, executor, scheduler)
+        scheduler.speculator = Speculator(config.speculation, proposer)
     return EngineCore(scheduler, executor, tracer)
 
 
-def _self_proposer(config: EngineConfig, executor: Executor, scheduler: Scheduler) -> Proposer | None:
-    if config.speculation.method != "self":
+def _proposer_on_model(config: EngineConfig, executor: Executor, scheduler: Scheduler) -> Proposer | None:
+    """Whoever guesses with the model itself, or with a part that sits on it."""
+    if config.speculation.method not in ("self", "eagle", "eagle3"):
         return None
-    from kitfox.executor.draft_model import make_self_proposer
+    from kitfox.executor.draft_model import make_head_proposer, make_self_proposer
 
     def computed(request_id: str) -> tuple[int, list[int]]:
         return scheduler.requests[request_id].num_computed_tokens, scheduler.kv_cache.block_ids(request_id)
 
-    return make_self_proposer(config, executor, computed)
+    make_proposer = make_self_proposer if config.speculation.method == "self" else make_head_proposer
+    return make_proposer(config, executor, computed)
 
 
 def use_vocabulary(core: EngineCore, config: EngineConfig, vocabulary: Vocabulary) -> None:

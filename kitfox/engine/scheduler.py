@@ -359,6 +359,7 @@ class Scheduler:
         request.num_draft_tokens += num_drafts
         request.num_accepted_tokens += num_accepted
         request.saved_time_s += self.speculator.learn(request.request_id, num_drafts, num_accepted)
+        self.tracer.emit("verified", request.request_id, drafts=num_drafts, accepted=num_accepted)
 
     def _append(self, request: Request, token_ids: list[int]) -> None:
         """Append sampled tokens, and what a grammar forces behind them, until one of them ends the request."""

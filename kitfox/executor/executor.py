@@ -54,8 +54,8 @@ class Executor:
             self.model.load_weights(iter_weights(path, model_config, keep_quantized=self.kernels.keeps_quantized))
         on_phase("load weights", time.monotonic() - started)
         started = time.monotonic()
-        self._num_layers = model_config.num_layers
-        self._kv_shape = (num_blocks, config.cache.block_size, model_config.num_kv_heads, model_config.head_dim)
+        self._num_blocks, self._block_size = num_blocks, config.cache.block_size
+        self._kv_shapes = [(model_config.num_kv_heads, model_config.head_dim)] * model_config.num_layers
         self._make_runner = partial(
             ModelRunner,
             max_num_seqs=config.scheduler.max_num_seqs,
@@ -82,6 +82,10 @@ class Executor:
     def num_threads(self) -> int:
         return self.kernels.num_threads
 
+    @property
+    def num_kv_layers(self) -> int:
+        return len(self._kv_shapes)
+
     def execute(self, scheduled: SchedulerOutput, bitmasks: FilledBitmasks | None = None) -> ModelRunnerOutput:
         """Run one step; blocks until its tokens are known."""
         return self.runner.execute(scheduled, bitmasks)
@@ -91,6 +95,19 @@ class Executor:
         runner = self._make_runner(self.model.first_layers(count), self.runner.kv_caches)
         self._partial_runners.append(runner)
         return runner
+
+    def add_layer(self, num_kv_heads: int, head_dim: int, feature_layers: tuple[int, ...]) -> None:
+        """Have a head's layer in the KV cache, which is emptied, and the model keep what some of its layers read.
+
+        Raises:
+            ConfigError: it has no such layers.
+        """
+        num_layers = self.model.config.num_layers
+        if not all(0 <= layer < num_layers for layer in feature_layers):
+            raise ConfigError(f"the head reads layers {feature_layers} of a model that has {num_layers}")
+        self._kv_shapes.append((num_kv_heads, head_dim))
+        self.model.feature_layers = feature_layers
+        self._use_kv_caches(self._make_kv_caches())
 
     def release_kv_cache(self) -> None:
         """Give the KV cache's memory back, with what is in it; no tokens until `restore_kv_cache`."""
@@ -110,7 +127,7 @@ class Executor:
             runner.use_kv_caches(kv_caches)
 
     def _make_kv_caches(self) -> list[torch.Tensor]:
-        return [self.kernels.make_kv_cache(*self._kv_shape) for _ in range(self._num_layers)]
+        return [self.kernels.make_kv_cache(self._num_blocks, self._block_size, *shape) for shape in self._kv_shapes]
 
 
 def make_kernels(config: EngineConfig, precision: Precision, device: torch.device) -> Kernels:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -37,11 +39,16 @@ class ModelRunner:
         seed: int,
         enforce_eager: bool = False,
     ):
-        """kv_caches: one per layer, from the model's kernels."""
+        """kv_caches: one per layer, from the model's kernels; further ones are only copied within.
+
+        Attributes:
+            on_states: hears of each step's features [T, F], or hidden states [T, hidden] if the model keeps none.
+        """
         self.model = model
         self.device = model.kernels.device
         self.attention = make_attention_backend(model.kernels)
         self.description = "eager steps"
+        self.on_states: Callable[[StepInputs, torch.Tensor], None] | None = None
         self._enforce_eager = enforce_eager
         self.use_kv_caches(kv_caches)
         native: NativeSampler | None = None
@@ -77,7 +84,10 @@ class ModelRunner:
         if not scheduled.num_scheduled_tokens:
             return ModelRunnerOutput()
         step = self.input_batch.gather(scheduled.num_scheduled_tokens)
-        hidden = self.forward(self._forward_batch(step))
+        batch = self._forward_batch(step)
+        hidden = self.forward(batch)
+        if self.on_states is not None:
+            self.on_states(step, hidden if batch.features is None else batch.features)
         prompt = self._prompt_logprobs(step, hidden)
         embeddings, bad_embeddings = self._pool(step, hidden)
         logprobs = self._given_logprobs(step, hidden)
@@ -119,7 +129,13 @@ class ModelRunner:
             query_start_loc=to_device(step.query_start_loc),
             kv_caches=self.kv_caches,
             attention=self.attention,
+            features=self._features(len(step.token_ids)),
         )
+
+    def _features(self, num_tokens: int) -> torch.Tensor | None:
+        size = len(self.model.feature_layers) * self.model.config.hidden_size
+        dtype = self.model.kernels.activation_dtype
+        return torch.empty(num_tokens, size, dtype=dtype, device=self.device) if size else None
 
     def _sample(
         self,

@@ -45,6 +45,7 @@ class StepProgram:
             query_start_loc=nothing,
             kv_caches=kv_caches,
             attention=NativeAttention(kernels),
+            features=nothing,
         )
         result: object = model.forward(batch)
         if not isinstance(result, StepTensor):
@@ -69,5 +70,7 @@ class StepProgram:
         hidden = torch.empty(batch.token_ids.shape[0], self._hidden_size)
         step = step_of(batch)
         step.hidden = hidden.data_ptr()
+        if batch.features is not None:
+            step.features, step.features_stride = batch.features.data_ptr(), batch.features.stride(0)
         self._kernels.run(self._ops, step, NATIVE_TILE_ROWS)
         return hidden

@@ -20,6 +20,7 @@ class OpCode(IntEnum):
     GATED_LINEAR = 9
     LINEAR_ARGMAX = 10
     ARGMAX = 11
+    KEEP = 12
 
 
 class WeightStruct(ctypes.Structure):
@@ -60,6 +61,8 @@ class StepStruct(ctypes.Structure):
         ("block_table", c_void_p),
         ("block_table_stride", c_int64),
         ("hidden", c_void_p),
+        ("features", c_void_p),
+        ("features_stride", c_int64),
     ]
 
 
@@ -123,6 +126,10 @@ class _Add(ctypes.Structure):
     _fields_: ClassVar = [("a", c_void_p), ("b", c_void_p), ("out", c_void_p), ("size", c_int64)]
 
 
+class _Keep(ctypes.Structure):
+    _fields_: ClassVar = [("x", c_void_p), ("size", c_int64), ("column", c_int64)]
+
+
 class _RotateAndWrite(ctypes.Structure):
     _fields_: ClassVar = [
         ("q", c_void_p),
@@ -184,6 +191,7 @@ ARGUMENTS = {
     OpCode.LINEAR: ("linear", _Linear),
     OpCode.ACT_AND_MUL: ("act_and_mul", _ActAndMul),
     OpCode.ADD: ("add", _Add),
+    OpCode.KEEP: ("keep", _Keep),
     OpCode.ROTATE_AND_WRITE: ("rotate_and_write", _RotateAndWrite),
     OpCode.ATTENTION: ("attention", _Attention),
     OpCode.GATED_LINEAR: ("gated_linear", _GatedLinear),

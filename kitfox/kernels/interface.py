@@ -64,6 +64,10 @@ class Kernels(ABC):
     def act_and_mul(self, gate: Tensor, up: Tensor, act: str) -> Tensor:
         """See `kernels.reference.act_and_mul`."""
 
+    def keep(self, x: Tensor, features: Tensor, column: int) -> None:
+        """Write x [T, I] to columns [column, column + I) of features [T, F]."""
+        features[:, column : column + x.shape[1]] = x
+
     @abstractmethod
     def make_kv_cache(self, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int) -> Tensor:
         """One layer's cache, all zeros, in the implementation's own layout."""

@@ -237,6 +237,12 @@ class NativeKernels(Kernels):
         self.issue(gate, Call(OpCode.ACT_AND_MUL, reads, {"out": out}, constants))
         return out
 
+    def keep(self, x: Tensor, features: Tensor, column: int) -> None:
+        if isinstance(x, StepTensor):
+            x.recording.append(Call(OpCode.KEEP, {"x": x}, {}, {"size": x.shape[1], "column": column}))
+        else:
+            super().keep(x, features, column)
+
     def rotate_and_write(
         self,
         q: Tensor,

@@ -41,6 +41,7 @@ class Model(nn.Module, ABC):
         self.lm_head = self.embed_tokens
         if not config.tie_word_embeddings:
             self.lm_head = Embedding(config.vocab_size, config.hidden_size, kernels=kernels)
+        self.feature_layers: tuple[int, ...] = ()  # whoever guesses by hidden states wants what these read
         self.rotary_table = reference.rotary_tables(config, local=False, device=kernels.device)
 
     @abstractmethod
@@ -59,6 +60,10 @@ class Model(nn.Module, ABC):
         """The hidden states after the final norm, [T, hidden]."""
         x = self.embed(batch.token_ids)
         for index, layer in enumerate(self.layers):
+            if index in self.feature_layers:
+                assert batch.features is not None
+                column = self.feature_layers.index(index) * self.config.hidden_size
+                self.kernels.keep(x, batch.features, column)
             x = layer(x, batch, self.table_of(index))
         return self.norm(x)
 

@@ -1,16 +1,17 @@
-"""Guesses of a model: another, smaller one with a KV cache of its own, or the first layers of the model itself.
+"""Guesses of a model: a smaller one with a KV cache of its own, the first layers of the model itself, or a head on it.
 
-Both write a few tokens greedily, all answers in one batch, each as far as the model thinks them likely. They differ in
+All write a few tokens greedily, all answers in one batch, each as far as the model thinks them likely. They differ in
 where the KV of an answer's tokens comes from. `DraftProposer` computes all of it, prompts in chunks, in a pool that has
 its own prefix cache; what became of a guess shows when the answer goes on: KV stands as far as its tokens do.
 `SelfProposer` finds it where the model has left it, and writes that of its guesses behind, where the step that verifies
-them writes the same numbers again, or others, before anything reads them.
+them writes the same numbers again, or others, before anything reads them. `HeadProposer` has a layer of its own in the
+same cache, and computes it for all that the model has computed, from the hidden states that the model left.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -29,10 +30,12 @@ class Chunk:
     """Tokens of one text that a model computes in one go.
 
     Attributes:
+        request_id: whose text it is.
         start: position of the first; the KV of all before it is in the blocks already.
         block_ids: with room for the chunk.
     """
 
+    request_id: str
     token_ids: list[int]
     start: int
     block_ids: list[int]
@@ -85,7 +88,7 @@ class ModelProposer(Proposer):
                 probabilities.append(min(probability, 1.0))
                 chances[name] *= probability
                 if len(token_ids) < limits[name] and chances[name] >= self._min_probability:
-                    following[name] = Chunk([token_id], chunk.end, chunk.block_ids)
+                    following[name] = Chunk(name, [token_id], chunk.end, chunk.block_ids)
             chunks = following
         return {name: Proposal(*guess) for name, guess in guesses.items() if guess[0]}
 
@@ -169,7 +172,7 @@ class DraftProposer(ModelProposer):
             start = request.num_computed_tokens
             token_ids = (request.all_token_ids[start:] + tail)[:budget]
             budget -= len(token_ids)
-            chunks[name] = Chunk(token_ids, start, self._kv_cache.block_ids(name))
+            chunks[name] = Chunk(name, token_ids, start, self._kv_cache.block_ids(name))
             if chunks[name].end == num_tokens:
                 ready[name] = limit
         proposals = self._draft(chunks, ready)
@@ -260,12 +263,97 @@ class SelfProposer(ModelProposer):
             text = self._texts[name]
             room = len(block_ids) * self._block_size - len(text)
             if room >= 0 and 1 <= len(text) - num_computed <= self._chunk_tokens:
-                chunks[name] = Chunk(text[num_computed:], num_computed, block_ids)
+                chunks[name] = Chunk(name, text[num_computed:], num_computed, block_ids)
                 ready[name] = min(limit, room + 1)
         return self._draft(chunks, ready)
 
     def finish(self, request_id: str, *, keep: bool) -> None:
         self._texts.pop(request_id, None)
+
+    @property
+    def memory_bytes(self) -> int:
+        return sum(8 * len(text) for text in self._texts.values())
+
+
+class HeadModel(DraftModel):
+    """A head, and the hidden states that it has not read yet: those of the tokens that the last step computed."""
+
+    @abstractmethod
+    def unread(self, request_id: str) -> tuple[int, int]:
+        """The position of the first of a request's states, and how many there are."""
+
+    @abstractmethod
+    def write(self, chunks: Sequence[Chunk]) -> None:
+        """As `compute`, without a guess. Both read the states of a request's chunk and forget the others."""
+
+    @abstractmethod
+    def forget(self, request_id: str) -> None:
+        """Its states are of no use any more."""
+
+
+class HeadProposer(ModelProposer):
+    """A head: position i of it has the model's states at i, and token i + 1.
+
+    What becomes of a guess the model finds out, and with it come the states from which the head writes the same places
+    again. KV of a prefix that another request left is used as it is: behind the last token of a block another one may
+    have followed there, which makes a guess worse and nothing else.
+    """
+
+    def __init__(
+        self,
+        model: HeadModel,
+        computed: ComputedTokens,
+        *,
+        block_size: int,
+        vocab_size: int,
+        min_probability: float = MIN_PROBABILITY,
+    ):
+        super().__init__(model, vocab_size=vocab_size, min_probability=min_probability)
+        self._head = model
+        self._computed = computed
+        self._block_size = block_size
+        self._texts: dict[str, list[int]] = {}
+
+    def start(
+        self, request_id: str, token_ids: Sequence[int], *, num_prompt_tokens: int, salt: str | None = None
+    ) -> None:
+        self._texts[request_id] = list(token_ids)
+
+    def extend(self, request_id: str, token_ids: Sequence[int]) -> None:
+        self._texts[request_id] += token_ids
+
+    def propose(self, limits: Mapping[str, int]) -> dict[str, Proposal]:
+        chunks = self._chunks(limits)
+        ready: dict[str, int] = {}
+        for name, chunk in chunks.items():
+            room = len(chunk.block_ids) * self._block_size - chunk.end
+            if chunk.end == len(self._texts[name]) - 1:
+                ready[name] = min(limits[name], room + 1)
+        return self._draft(chunks, ready)
+
+    def catch_up(self, request_ids: Iterable[str]) -> None:
+        """Read the states of requests before the next step's take their place, where no guess was asked for."""
+        if chunks := self._chunks(request_ids):
+            self._head.write(list(chunks.values()))
+
+    def _chunks(self, request_ids: Iterable[str]) -> dict[str, Chunk]:
+        chunks = {}
+        for name in request_ids:
+            start, count = self._head.unread(name)
+            text = self._texts.get(name)
+            if count == 0 or text is None:
+                continue
+            num_computed, block_ids = self._computed(name)  # without the guesses that were wrong
+            end = min(start + count, num_computed, len(text) - 1)
+            if start < end:
+                chunks[name] = Chunk(name, text[start + 1 : end + 1], start, block_ids)
+        return chunks
+
+    def finish(self, request_id: str, *, keep: bool) -> None:
+        if keep:  # who finds its prefix finds the head's part of it too
+            self.catch_up([request_id])
+        self._texts.pop(request_id, None)
+        self._head.forget(request_id)
 
     @property
     def memory_bytes(self) -> int:
@@ -319,6 +407,25 @@ class SelfOptions:
     def __post_init__(self) -> None:
         if self.num_layers is not None and self.num_layers < 1:
             raise ConfigError(f"num_layers that guess must be >= 1. Given: {self.num_layers!r}")
+        _check_drafting(self.min_probability, CHUNK_TOKENS)
+
+
+@dataclass(frozen=True)
+class HeadOptions:
+    """Options of the methods "eagle" and "eagle3".
+
+    Attributes:
+        model: the head: directory or hub id. revision: of it.
+        min_probability: see `ModelProposer`.
+    """
+
+    model: str = ""
+    revision: str | None = None
+    min_probability: float = MIN_PROBABILITY
+
+    def __post_init__(self) -> None:
+        if not self.model:
+            raise ConfigError("speculative decoding by a head needs its name: model", param="speculation")
         _check_drafting(self.min_probability, CHUNK_TOKENS)
 
 

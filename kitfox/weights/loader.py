@@ -97,6 +97,23 @@ def iter_weights(
         progress.update(task, completed=weights_total_bytes(path))
 
 
+def read_head_weights(path: Path) -> dict[str, torch.Tensor]:
+    """All tensors of a head that guesses, by name; it is small. Many are stored as `pytorch_model.bin`.
+
+    Raises:
+        WeightsError: there are none, or a file is damaged.
+    """
+    pickled = path / "pytorch_model.bin"
+    if any(path.glob("*.safetensors")) or not pickled.is_file():
+        stored = {name: tensor for name, tensor, _ in _iter_safetensors(path)}
+    else:
+        try:
+            stored = torch.load(pickled, map_location="cpu", weights_only=True)
+        except Exception as error:  # it raises whatever its unpickler does
+            raise WeightsError(f"{pickled} is damaged, or more than tensors: {error}") from None
+    return {name.removeprefix("model."): tensor for name, tensor in stored.items()}
+
+
 def weights_total_bytes(path: Path) -> int:
     """Size on disk of the files that `iter_weights` reads."""
     files = [path] if path.is_file() else _safetensors_files(path)

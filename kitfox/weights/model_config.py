@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from kitfox.config import ModelConfig, ModelOptions, RopeScaling
+from kitfox.config import HeadConfig, ModelConfig, ModelOptions, RopeScaling
 from kitfox.errors import ConfigError, InvalidParameterError, UnsupportedModelError, WeightsError
 from kitfox.gguf_metadata import GGML_QUANTIZATIONS, GgufMetadata, GgufTensor
 from kitfox.request import SamplingParams
@@ -69,6 +69,29 @@ def read_model_config(path: Path) -> ModelConfig:
         raise WeightsError(f"{path} has no config.json, so nothing says what model it is")
     config = _text_config(config)
     return _from_json(config, _read_json(path / "generation_config.json"), _stored_bytes(path))
+
+
+def read_head_config(path: Path) -> HeadConfig:
+    """Read the shape of the head in a directory.
+
+    Raises:
+        UnsupportedModelError: it has more than one layer, or is not of Llama's kind.
+        WeightsError: there is no configuration, or a key that the shape needs is missing.
+    """
+    outer = _read_json(path / "config.json")
+    if not outer:
+        raise WeightsError(f"{path} has no config.json, so nothing says what head it is")
+    config = {**outer, **outer.get("transformer_layer_config", {}), "architectures": ["LlamaForCausalLM"]}
+    if config.get("num_hidden_layers", 1) != 1:
+        raise UnsupportedModelError(f"a head must have one layer. Given: {config['num_hidden_layers']}")
+    eagle = config.get("eagle_config") or {}
+    layers = eagle.get("eagle_aux_hidden_state_layer_ids") or config.get("eagle_aux_hidden_state_layer_ids") or ()
+    return HeadConfig(
+        model=_from_json({**config, "num_hidden_layers": 1}, {}, _stored_bytes(path)),
+        num_words=config.get("draft_vocab_size") or 0,
+        feature_layers=tuple(layers),
+        norm_before_residual=bool(config.get("norm_before_residual", False)),
+    )
 
 
 def read_generation_defaults(path: Path, options: ModelOptions) -> dict[str, Any]:

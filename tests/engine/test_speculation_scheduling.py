@@ -78,6 +78,8 @@ def test_a_wrong_guess_and_those_behind_it_are_computed_again():
     assert [output.new_token_ids for _ in range(4) for output in core.step().outputs] == [[3], [4, 5], [6, 7], [8, 9]]
     request_a = core.scheduler.requests["a"]
     assert request_a.num_computed_tokens == request_a.num_tokens - 1
+    verified = [event.data for event in core.tracer.of_request("a") if event.name == "verified"]
+    assert verified == [{"drafts": 3, "accepted": 1}] * 3
     assert (request_a.num_draft_tokens, request_a.num_accepted_tokens) == (8, 3)  # the last had room for two
 
 

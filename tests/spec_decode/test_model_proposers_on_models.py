@@ -89,7 +89,9 @@ def test_an_aborted_request_leaves_no_blocks_behind(drafting: LLM) -> None:
 def test_a_guess_does_not_depend_on_company(drafting: LLM) -> None:
     model = proposer_of(drafting)._model
     assert isinstance(model, RunnerDrafts)
-    chunks = [Chunk([7 + seed] * (5 + 40 * seed), 0, list(range(8 * seed, 8 * seed + 8))) for seed in range(3)]
+    chunks = [
+        Chunk(str(seed), [7 + seed] * (5 + 40 * seed), 0, list(range(8 * seed, 8 * seed + 8))) for seed in range(3)
+    ]
     together = model.compute(chunks)
     assert [model.compute([chunk])[0] for chunk in chunks] == together
     assert all(0 < probability <= 1 and math.isfinite(probability) for _, probability in together)
