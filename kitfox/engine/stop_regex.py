@@ -1,9 +1,10 @@
 """Regular expressions that end an answer, matched a character at a time in time that no pattern can blow up.
 
-The syntax is Python's, without what looks at later or earlier text: lookaround, `$`, `\\Z`, `\\b`, `\\B`, back
-references, atomic groups and possessive repeats are refused, and so is a pattern that matches the empty text. The
-patterns of a request become one nondeterministic automaton: a character costs at most a visit of each of its MAX_STATES
-states, and no text before is read again, so what is found does not depend on how the text was split.
+The syntax is Python's, without what looks at later or earlier text: lookaround, `\\b`, `\\B`, back references, atomic
+groups and possessive repeats are refused, and so is a pattern that matches the empty text. `$` and `\\Z` are the end of
+the text so far, where every match is complete: `a$` is `a`, and `a$b` nothing. The patterns of a request become one
+nondeterministic automaton: a character costs at most a visit of each of its MAX_STATES states, and no text before is
+read again, so what is found does not depend on how the text was split.
 Source of the method: Ken Thompson, https://doi.org/10.1145/363347.363387.
 """
 
@@ -14,7 +15,7 @@ import warnings
 from collections.abc import Callable, Iterable
 from re import _constants as syntax  # type: ignore[attr-defined]
 from re import _parser as parser  # type: ignore[attr-defined]
-from typing import Any
+from typing import Any, Literal
 
 from kitfox.errors import InvalidParameterError
 
@@ -22,6 +23,7 @@ MAX_STATES = 1024
 MAX_HELD_CHARS = 256
 
 _Test = Callable[[str], bool]
+_EndKind = Literal["line", "last line", "text"]  # (?m)$, $ and \Z
 
 _CATEGORIES: dict[Any, _Test] = {
     syntax.CATEGORY_DIGIT: str.isdecimal,
@@ -113,6 +115,7 @@ class StopAutomaton:
         self.targets: list[tuple[int, ...]] = []
         self.patterns: dict[int, str] = {}
         self._line_starts: dict[int, bool] = {}  # state that only passes at a start -> whether of any line
+        self._ends: dict[int, tuple[int, _EndKind]] = {}  # unsettled state that only passes at an end -> what follows
         entries = [self._compile(pattern) for pattern in patterns]
         self.entry = self._state(None, *entries)
 
@@ -146,6 +149,7 @@ class StopAutomaton:
         accepting = self._state(None)
         try:
             entry = self._sequence(parsed, parsed.state.flags, accepting)
+            self._settle_ends(accepting)
         except NotImplementedError as error:
             raise InvalidParameterError("stop_regex", f"must not use {error}", pattern) from None
         reached: dict[int, int] = {}
@@ -182,6 +186,9 @@ class StopAutomaton:
             state = self._state(None, following)
             self._line_starts[state] = argument is syntax.AT_BEGINNING and bool(flags & re.MULTILINE)
             return state
+        if operation is syntax.AT and argument in (syntax.AT_END, syntax.AT_END_STRING):
+            last: _EndKind = "line" if flags & re.MULTILINE else "last line"
+            return self._end(following, "text" if argument is syntax.AT_END_STRING else last)
         if operation is syntax.ANY:
             any_char = (lambda _: True) if flags & re.DOTALL else (lambda char: char != "\n")
             return self._state(any_char, following)
@@ -210,6 +217,47 @@ class StopAutomaton:
                 break
             following = before
         return following
+
+    def _end(self, following: int, kind: _EndKind) -> int:
+        state = self._state(None)
+        self._ends[state] = (following, kind)
+        return state
+
+    def _settle_ends(self, accepting: int) -> None:
+        """Lead each end of the pattern on, now that all of what follows is there.
+
+        At the end of the text so far only a complete match can follow; at that of a line also the newline.
+        """
+        unsettled = list(self._ends)
+        while unsettled:
+            end = unsettled.pop()
+            led_to: list[int] = []
+            pending = [(end, True, True)]  # state, whether a newline may be next, whether more may come behind that
+            seen: set[tuple[int, bool, bool]] = set()
+            while pending:
+                place = pending.pop()
+                if place in seen:
+                    continue
+                seen.add(place)
+                state, newline, more = place
+                test = self.tests[state]
+                if state in self._line_starts:
+                    raise NotImplementedError("^ right behind $")
+                if state == accepting:
+                    led_to.append(accepting)
+                elif state in self._ends:
+                    following, kind = self._ends[state]
+                    pending.append((following, newline and kind != "text", more and kind == "line"))
+                elif test is None:
+                    pending += [(target, newline, more) for target in self.targets[state]]
+                elif newline and test("\n"):
+                    (behind,) = self.targets[state]
+                    if not more:
+                        behind = self._end(behind, "text")
+                        unsettled.append(behind)
+                    led_to.append(self._state("\n".__eq__, behind))
+            self.targets[end] = tuple(led_to)
+        self._ends.clear()
 
 
 def _member_of(members: list[tuple[Any, Any]], flags: int) -> _Test:

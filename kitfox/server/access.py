@@ -54,7 +54,7 @@ class _Keys:
             await _refuse(scope, send, error, challenge)
 
     def _refusal(self, scope: Scope) -> KitfoxError | None:
-        path = _path_below_root(scope)
+        path = path_below_root(scope)
         if path in self._open_paths:
             return None
         given = [_digest(key) for key in _given_keys(scope["headers"])]
@@ -98,7 +98,7 @@ def _how_to_authorise(given: list[bytes]) -> str:
     return f"{problem}: send `Authorization: Bearer KEY` or `x-api-key: KEY`"
 
 
-def _path_below_root(scope: Scope) -> str:
+def path_below_root(scope: Scope) -> str:
     """The path that routes are matched with: a proxy may or may not have stripped the prefix."""
     path: str = scope["path"]
     root: str = scope.get("root_path", "")
@@ -130,7 +130,7 @@ class _HeaderLimits:
 async def _refuse(
     scope: Scope, send: Send, error: KitfoxError, more_headers: Iterable[tuple[bytes, bytes]] = ()
 ) -> None:
-    is_anthropic = _path_below_root(scope).startswith("/v1/messages")
+    is_anthropic = path_below_root(scope).startswith("/v1/messages")
     body = msgspec.json.encode(anthropic.error_body(error) if is_anthropic else error_body(error))
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode()), *more_headers]
     await send({"type": "http.response.start", "status": error.status, "headers": headers})

@@ -24,11 +24,19 @@ from kitfox.server.translation import (
     generation_fields,
     server_sent_event,
 )
-from kitfox.server.validation import convert_body, error_headers, internal_error, read_json_object, with_ignored
+from kitfox.server.validation import (
+    convert_body,
+    error_headers,
+    internal_error,
+    read_json_object,
+    refuse_ignored,
+    with_ignored,
+)
 
 logger = logging.getLogger("kitfox.server")
 
-FOREIGN_PARAMETERS = ("logprob_token_ids", "response_format", "stop", "stream_options")
+FOREIGN_PARAMETERS = ("logprob_token_ids", "response_format", "stop", "stream_options", "thinking_token_budget")
+BUDGET_PARAM = "thinking.budget_tokens"
 OVERLOADED = 529  # what this protocol's clients know as "come back later"
 ERROR_TYPES = {
     401: "authentication_error",
@@ -83,6 +91,7 @@ class ToolChoice(msgspec.Struct, kw_only=True):
 
 class Thinking(msgspec.Struct, kw_only=True):
     type: str
+    budget_tokens: int | None = None
 
 
 class OutputConfig(msgspec.Struct, kw_only=True):
@@ -144,6 +153,7 @@ def make_chat(fields: MessagesRequest) -> ChatRequest:
             "tool_choice": _chat_tool_choice(choice) if fields.tool_choice is not None else None,
             "parallel_tool_calls": not choice.disable_parallel_tool_use,
             "reasoning_effort": output.effort,
+            "thinking_token_budget": _thinking_budget(fields.thinking),
             "continue_final_message": is_prefilled,
             "chat_template_kwargs": _thinking_kwargs(fields.thinking) | fields.chat_template_kwargs,
         }
@@ -167,6 +177,16 @@ def _thinking_kwargs(thinking: Thinking | None) -> dict[str, Any]:
     if thinking.type not in ("enabled", "disabled", "adaptive"):
         raise InvalidParameterError("thinking.type", 'must be "enabled", "adaptive" or "disabled"', thinking.type)
     return {"enable_thinking": thinking.type != "disabled"}
+
+
+def _thinking_budget(thinking: Thinking | None) -> int | None:
+    if thinking is None or thinking.budget_tokens is None:
+        return None
+    if thinking.type == "disabled":
+        raise InvalidParameterError(
+            BUDGET_PARAM, 'must not be given where thinking is "disabled"', thinking.budget_tokens
+        )
+    return thinking.budget_tokens
 
 
 def _system_message(system: str | list[Block]) -> list[ChatMessage]:
@@ -420,12 +440,19 @@ def add_routes(
         if fields.max_tokens is None:
             raise RequestError("max_tokens is required", param="max_tokens")
         chat = make_chat(fields)
+        if chat.thinking_token_budget is not None and generator.dialect.reasoning_marks is None:
+            # Agents send a budget to every model. One that does not reason needs none.
+            chat.thinking_token_budget, unread = None, [BUDGET_PARAM]
+            if generator.strict:
+                refuse_ignored(unread)
+            ignored = ignored + unread
         reply = await service.chat(
             chat,
             ignored,
             request.scope["client_request_id"],
             id_prefix="msg_",
             format_param=_output_format(fields)[0],
+            budget_param=BUDGET_PARAM,
         )
         return await respond(request, MessageReply(reply), stream=fields.stream)
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import dataclasses
+import gc
 import importlib.metadata
 import logging
 import signal
@@ -26,8 +26,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from kitfox.errors import KitfoxError, RequestError
 from kitfox.plan import resolve_precision
 from kitfox.server import anthropic, responses
-from kitfox.server.access import add_access, bounded_protocol
+from kitfox.server.access import add_access, bounded_protocol, path_below_root
 from kitfox.server.batches import BatchRunner, add_batch_routes
+from kitfox.server.chat_batch import ChatBatch, ChatBatchRequest, open_chats
 from kitfox.server.control import add_control_routes
 from kitfox.server.conversation import ChatDialect
 from kitfox.server.embeddings import add_embedding_routes
@@ -35,6 +36,7 @@ from kitfox.server.files import FileStore, add_file_routes
 from kitfox.server.generation import Answer, Generator, check_model, served_model_names
 from kitfox.server.logs import LoggingRequest, RequestLog, RequestRecord, current_level, current_request, set_level
 from kitfox.server.metrics import ServerMetrics
+from kitfox.server.missing import why_missing
 from kitfox.server.openai import (
     ChatRequest,
     CompletionRequest,
@@ -218,12 +220,14 @@ def _add_error_handlers(app: FastAPI) -> None:
 
     async def on_http_error(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
+        why = why_missing(path_below_root(request.scope))
         messages = {
-            404: f"There is no {request.url.path[:200]}.",
+            404: f"There is no {request.url.path[:200]}" + ("." if why is None else f" in kitfox: {why}."),
             405: f"{request.method[:20]} is not allowed on {request.url.path[:200]}.",
         }
         shown = RequestError(messages.get(error.status_code, str(error.detail)))
-        shown.code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code)
+        not_found = "not_found" if why is None else "not_supported"
+        shown.code = {404: not_found, 405: "method_not_allowed"}.get(error.status_code)
         return json_response(error_body(shown), error.status_code, dict(error.headers or {}))
 
     app.add_exception_handler(KitfoxError, on_kitfox_error)
@@ -279,8 +283,10 @@ class EventStream(Response):
 
 
 async def _respond(request: Request, reply: Answer, *, stream: bool) -> Response:
-    if stream:
-        return await _respond_with_events(request, reply)
+    return await (_respond_with_events if stream else _respond_whole)(request, reply)
+
+
+async def _respond_whole(request: Request, reply: Answer | ChatBatch) -> Response:
     try:
         body = await until_disconnect(request.receive, reply.whole())
     finally:
@@ -313,6 +319,12 @@ def _add_generation_routes(app: FastAPI, generator: Generator, max_body_bytes: i
         fields, ignored = convert_body(await read_json_object(request, max_body_bytes), CompletionRequest)
         reply = await service.complete(fields, ignored, request.scope["client_request_id"])
         return await _respond(request, reply, stream=fields.stream)
+
+    @app.post("/v1/chat/completions/batch")
+    async def chat_batch(request: Request) -> Response:
+        fields, ignored = convert_body(await read_json_object(request, max_body_bytes), ChatBatchRequest)
+        batch = await open_chats(service, fields, ignored, request.scope["client_request_id"])
+        return await _respond_whole(request, batch)
 
     @app.post("/v1/chat/completions")
     async def chat_completions(request: Request) -> Response:

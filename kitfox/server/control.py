@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 ADMIN_PATHS = frozenset(
     {
         "/flush_cache", "/reset_prefix_cache", "/abort_request", "/abort_requests", "/pause", "/pause_generation",
-        "/resume", "/continue_generation", "/sleep", "/release_memory_occupation", "/wake_up",
-        "/resume_memory_occupation", "/start_profile", "/stop_profile", "/configure_logging",
+        "/resume", "/continue_generation", "/sleep", "/release_memory_occupation", "/release_kv_cache_memory",
+        "/wake_up", "/resume_memory_occupation", "/start_profile", "/stop_profile", "/configure_logging",
     }
 )  # fmt: skip
 EITHER = ["GET", "POST"]
@@ -136,6 +136,7 @@ def add_control_routes(app: FastAPI, llm: AsyncLLM, max_body_bytes: int, profile
         return json_response({"is_paused": llm.is_paused})
 
     @app.api_route("/sleep", methods=["POST"])
+    @app.api_route("/release_kv_cache_memory", methods=["POST"])
     @app.api_route("/release_memory_occupation", methods=EITHER)
     async def sleep(request: Request) -> Response:
         """Give the KV cache's memory back. The weights stay."""

@@ -65,6 +65,8 @@ class ToolCall(msgspec.Struct, kw_only=True):
 
 
 class ChatMessage(msgspec.Struct, kw_only=True):
+    """A message of any role. `prefix` on the last one is continue_final_message."""
+
     role: str
     content: str | list[ContentPart] | None = None
     name: str | None = None
@@ -73,6 +75,7 @@ class ChatMessage(msgspec.Struct, kw_only=True):
     function_call: FunctionCall | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None
+    prefix: bool = False
 
 
 class FunctionSpec(msgspec.Struct, kw_only=True, omit_defaults=True):
@@ -163,7 +166,34 @@ def constrain_calls(
     return Constraint(format=parser.text_format(functions, calling.max_calls), param="tools")
 
 
-def free_answer(calling: Calling, parser: type[ToolCallParser] | None, *, param: str) -> Constraint:
+def constrain_reasoning(
+    constraint: Constraint | None,
+    prompt: ChatPrompt,
+    dialect: ChatDialect,
+    *,
+    budget: int | None,
+    budget_param: str,
+    calling: Calling = NO_CALLING,
+) -> Constraint | None:
+    """What an answer must be, behind the reasoning that may come before it.
+
+    Args:
+        budget: the most tokens of reasoning; None and -1 are no limit.
+        budget_param: the request's parameter that says so.
+
+    Raises:
+        RequestError: the budget is a number that cannot be, or the model's reasoning cannot be told.
+    """
+    reasoning = prompt.reasoning_before(dialect)
+    if budget is not None and budget != -1:
+        _check_thinking_budget(budget, prompt, dialect, budget_param)
+        if reasoning is not None:
+            reasoning = msgspec.structs.replace(reasoning, max_tokens=budget)
+            constraint = constraint or _free_answer(calling, dialect.tool_parser, param=budget_param)
+    return None if constraint is None else msgspec.structs.replace(constraint, reasoning=reasoning)
+
+
+def _free_answer(calling: Calling, parser: type[ToolCallParser] | None, *, param: str) -> Constraint:
     """What is no constraint on an answer itself: any text, and calls where there are tools."""
     if parser is None or not calling.tools:
         return Constraint(format=AnyText(), param=param)
@@ -171,15 +201,18 @@ def free_answer(calling: Calling, parser: type[ToolCallParser] | None, *, param:
     return Constraint(format=parser.text_format(functions, calling.max_calls), param=param)
 
 
-def check_thinking_budget(budget: int, prompt: ChatPrompt, dialect: ChatDialect) -> None:
-    """Raises RequestError for a number of tokens that cannot be, or a model whose reasoning cannot be told."""
+def _check_thinking_budget(budget: int, prompt: ChatPrompt, dialect: ChatDialect, param: str) -> None:
     if not 0 <= budget <= MAX_THINKING_TOKENS:
-        limit = f"must be in [0, {MAX_THINKING_TOKENS}], or -1 for no limit"
-        raise InvalidParameterError("thinking_token_budget", limit, budget)
-    if dialect.reasoning_marks is None:
-        raise UnsupportedParameterError("thinking_token_budget", "needs a model that reasons, or --reasoning-parser")
+        raise InvalidParameterError(param, f"must be in [0, {MAX_THINKING_TOKENS}], or -1 for no limit", budget)
+    check_reasons(dialect, param)
     if prompt.reasoning == "ahead" and not dialect.opens_by_token:
-        raise UnsupportedParameterError("thinking_token_budget", "needs a model whose reasoning begins with one token")
+        raise UnsupportedParameterError(param, "needs a model whose reasoning begins with one token")
+
+
+def check_reasons(dialect: ChatDialect, param: str) -> None:
+    """Raises UnsupportedParameterError for a parameter that asks something of the reasoning of a model without."""
+    if dialect.reasoning_marks is None:
+        raise UnsupportedParameterError(param, "needs a model that reasons, or --reasoning-parser")
 
 
 def check_calling(tools: Sequence[Tool], tool_choice: str | dict[str, Any] | None, *, parallel: bool) -> Calling:
@@ -362,6 +395,8 @@ def make_messages(messages: Sequence[ChatMessage], dialect: ChatDialect) -> list
             limit = "must be system, developer, user, assistant or tool"
             raise InvalidParameterError(f"{place}.role", limit, message.role)
         calls = _calls_of(message, place, dialect)
+        if message.prefix and position < len(messages) - 1:
+            raise InvalidParameterError(f"{place}.prefix", "must only be true of the last message", True)
         if message.content is None and not calls:
             raise InvalidParameterError(f"{place}.content", "must be text or a list of text parts", None)
         content = None if message.content is None else _join_parts(message.content, f"{place}.content")
@@ -495,7 +530,7 @@ def _without_calls(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 @dataclass(frozen=True)
 class ChatPrompt:
-    """A conversation as token ids.
+    """A conversation as token ids, or a prompt that was given as it is.
 
     Attributes:
         reasoning: whether it may come ("ahead"), the prompt ends inside of it, or it is over; "none" in a dialect
@@ -551,8 +586,9 @@ async def encode_conversation(
     Raises:
         RequestError: a message is not acceptable, flags contradict each other, or the template refuses.
     """
-    messages = make_messages(source.messages or [], dialect)
-    continues = source.continue_final_message
+    given = source.messages or []
+    messages = make_messages(given, dialect)
+    continues = source.continue_final_message or given[-1].prefix
     add_generation_prompt = source.add_generation_prompt
     if add_generation_prompt is None:
         add_generation_prompt = not continues
@@ -611,3 +647,14 @@ def _reasoning_state(
     if end.endswith(opener) or text.rfind(opener) > text.rfind(closer):
         return "open"
     return "over" if end.endswith(closer) or text.strip() else "ahead"
+
+
+def read_prompt(tokenizer: Tokenizer, dialect: ChatDialect, token_ids: list[int]) -> ChatPrompt:
+    """A prompt that no template of ours made, with where its last marks leave the reasoning."""
+    if dialect.reasoning_marks is None:
+        return ChatPrompt(token_ids)
+    opener, closer = dialect.reasoning_marks
+    text = tokenizer.decode(token_ids, skip_special_tokens=False).rstrip()
+    if text.rfind(opener) > text.rfind(closer):
+        return ChatPrompt(token_ids, "open")
+    return ChatPrompt(token_ids, "over" if text.endswith(closer) else "ahead")

@@ -33,10 +33,10 @@ from kitfox.server.conversation import (
     ChatPrompt,
     Tool,
     check_calling,
-    check_thinking_budget,
     constrain_calls,
+    constrain_reasoning,
     encode_conversation,
-    free_answer,
+    read_prompt,
 )
 from kitfox.server.generation import (
     Generator,
@@ -112,10 +112,12 @@ class GenerationFields(FormatFields, kw_only=True):
     logprob_token_ids: list[int] = msgspec.field(default_factory=list)
     truncate_prompt_tokens: int | None = None
     truncation_side: str = "left"
+    thinking_token_budget: int | None = None
     priority: int = 0
     cache_salt: str | None = None
     extra_key: str | None = None
     return_token_ids: bool = False
+    return_prompt_token_ids: bool = False
     return_tokens_as_token_ids: bool = False
     return_prompt_text: bool = False
     request_id: str | None = None
@@ -132,10 +134,9 @@ class CompletionRequest(GenerationFields, kw_only=True):
     add_special_tokens: bool = True
 
 
-class ChatRequest(GenerationFields, kw_only=True):
-    """POST /v1/chat/completions."""
+class ChatFields(GenerationFields, kw_only=True):
+    """What a chat has beside its messages."""
 
-    messages: list[ChatMessage]
     max_completion_tokens: int | None = None
     logprobs: bool = False
     top_logprobs: int | None = None
@@ -149,9 +150,14 @@ class ChatRequest(GenerationFields, kw_only=True):
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool = True
     reasoning_effort: str | None = None
-    thinking_token_budget: int | None = None
     include_reasoning: bool = True
     separate_reasoning: bool = True
+
+
+class ChatRequest(ChatFields, kw_only=True):
+    """POST /v1/chat/completions."""
+
+    messages: list[ChatMessage]
 
 
 class TokenizeRequest(msgspec.Struct, kw_only=True):
@@ -196,6 +202,7 @@ class OpenAIJob(Job):
     include_usage: bool
     continuous_usage: bool
     return_token_ids: bool
+    return_prompt_token_ids: bool
     return_tokens_as_token_ids: bool
     return_prompt_text: bool
     echo: bool
@@ -427,7 +434,7 @@ class PieceMaker:
     def _start(self, prompt_index: int, state: _AnswerState, piece: Piece) -> None:
         job = self._job
         prompt = job.prompts[prompt_index]
-        if job.return_token_ids:
+        if job.return_prompt_token_ids:
             piece.prompt_token_ids = prompt.token_ids
         logprobs = self._prompt_logprobs.get(prompt_index)
         if logprobs is not None and job.shows_prompt_logprobs:
@@ -796,6 +803,11 @@ class OpenAIService:
         )
         tokenizer = self._llm.tokenizer
         prompts = await make_prompts(tokenizer, fields.prompt, add_special_tokens=fields.add_special_tokens)
+        prompts = self._truncated(prompts, fields, sampling)
+        budget = fields.thinking_token_budget
+        if budget is not None and budget != -1:
+            constraint = self._behind_reasoning(sampling.constraint, prompts, budget)
+            sampling = msgspec.structs.replace(sampling, constraint=constraint)
         return await self._open(
             fields, "cmpl-", client_id, ignored, model, prompts, sampling, echo=fields.echo, echo_logprobs=echo_logprobs
         )
@@ -808,8 +820,9 @@ class OpenAIService:
         *,
         id_prefix: str = "chatcmpl-",
         format_param: str = "response_format",
+        budget_param: str = "thinking_token_budget",
     ) -> Reply:
-        """Start a chat completion; other protocols have names of their own for ids and for the answer's format.
+        """Start a chat completion; other protocols have names of their own for ids and for some parameters.
 
         Raises:
             KitfoxError: nothing was started.
@@ -840,16 +853,15 @@ class OpenAIService:
         prompt, calling, unused = await _encode_chat(self._generator, fields)
         dialect = self._generator.dialect
         constraint = constrain_calls(sampling.constraint, calling, dialect.tool_parser)
-        reasoning = prompt.reasoning_before(dialect)
-        budget = fields.thinking_token_budget
-        if budget is not None and budget != -1:
-            check_thinking_budget(budget, prompt, dialect)
-            if reasoning is not None:
-                reasoning = msgspec.structs.replace(reasoning, max_tokens=budget)
-                constraint = constraint or free_answer(calling, dialect.tool_parser, param="thinking_token_budget")
-        if constraint is not None:
-            constraint = msgspec.structs.replace(constraint, reasoning=reasoning)
-            sampling = msgspec.structs.replace(sampling, constraint=constraint)
+        constraint = constrain_reasoning(
+            constraint,
+            prompt,
+            dialect,
+            budget=fields.thinking_token_budget,
+            budget_param=budget_param,
+            calling=calling,
+        )
+        sampling = msgspec.structs.replace(sampling, constraint=constraint)
         make_parser = prompt.parser_maker(dialect, calling, separate_reasoning=fields.separate_reasoning)
         if make_parser is not None:
             kept = dialect.reasoning_mark_ids + (dialect.tool_mark_ids if calling.tools else ())
@@ -860,11 +872,33 @@ class OpenAIService:
             client_id,
             ignored + unused,
             model,
-            [Prompt(prompt.token_ids, None)],
+            self._truncated([Prompt(prompt.token_ids, None)], fields, sampling),
             sampling,
             make_parser=make_parser,
             include_reasoning=fields.include_reasoning,
         )
+
+    def _truncated(self, prompts: list[Prompt], fields: GenerationFields, sampling: SamplingParams) -> list[Prompt]:
+        max_tokens, max_model_len = sampling.max_tokens, self._llm.max_model_len
+        return [truncated(prompt, fields, max_tokens=max_tokens, max_model_len=max_model_len) for prompt in prompts]
+
+    def _behind_reasoning(self, constraint: Constraint | None, prompts: list[Prompt], budget: int) -> Constraint | None:
+        """What the answers to a completion's prompts must be; those have one constraint together."""
+        dialect = self._generator.dialect
+        made = [
+            constrain_reasoning(
+                constraint,
+                read_prompt(self._llm.tokenizer, dialect, prompt.token_ids),
+                dialect,
+                budget=budget,
+                budget_param="thinking_token_budget",
+            )
+            for prompt in prompts
+        ]
+        if any(other != made[0] for other in made):
+            reason = "needs prompts that all end inside of reasoning, or all before it, or all behind it"
+            raise UnsupportedParameterError("thinking_token_budget", reason)
+        return made[0]
 
     async def _open(
         self,
@@ -886,8 +920,6 @@ class OpenAIService:
             raise InvalidParameterError("stream_options", "needs stream to be true", msgspec.to_builtins(options))
         if fields.rid is not None and fields.request_id not in (None, fields.rid):
             raise InvalidParameterError("rid", "must not differ from request_id", fields.rid)
-        max_model_len = self._llm.max_model_len
-        prompts = [truncated(p, fields, max_tokens=sampling.max_tokens, max_model_len=max_model_len) for p in prompts]
         job = OpenAIJob(
             answer_id=self._generator.claim_id(id_prefix, fields.request_id or fields.rid or client_id),
             created=int(time.time()),
@@ -901,6 +933,7 @@ class OpenAIService:
             include_usage=options is not None and bool(options.include_usage),
             continuous_usage=options is not None and bool(options.include_usage and options.continuous_usage_stats),
             return_token_ids=fields.return_token_ids,
+            return_prompt_token_ids=fields.return_token_ids or fields.return_prompt_token_ids,
             return_tokens_as_token_ids=fields.return_tokens_as_token_ids,
             return_prompt_text=fields.return_prompt_text,
             echo=echo,

@@ -20,6 +20,7 @@ from starlette.responses import HTMLResponse, Response
 
 from kitfox.server.anthropic import MessagesRequest
 from kitfox.server.batches import BatchRequest
+from kitfox.server.chat_batch import ChatBatchRequest
 from kitfox.server.control import (
     AbortRequest,
     FlushRequest,
@@ -34,6 +35,7 @@ from kitfox.server.logs import LoggingRequest
 from kitfox.server.openai import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from kitfox.server.parsing import ParseFunctionCallRequest, SeparateReasoningRequest
 from kitfox.server.responses import ResponsesRequest
+from kitfox.server.sessions import CloseSessionRequest, OpenSessionRequest
 from kitfox.server.sglang import GenerateRequest, JoinRequest
 
 # ---- what answers look like -----------------------------------------------------------------------------------------
@@ -238,6 +240,7 @@ class Operation:
 OPERATIONS: tuple[Operation, ...] = (
     Operation("POST /v1/completions", "Continue a prompt", CompletionRequest, CompletionAnswer, also=EVENTS),
     Operation("POST /v1/chat/completions", "Answer messages", ChatRequest, ChatAnswer, also=EVENTS),
+    Operation("POST /v1/chat/completions/batch", "Answer several conversations", ChatBatchRequest, ChatAnswer),
     Operation("POST /v1/messages", "Answer messages, in Anthropic's protocol", MessagesRequest, also=EVENTS,
               error=MessagesErrorBody),
     Operation("POST /v1/messages/count_tokens", "Tokens of such a request", MessagesRequest, error=MessagesErrorBody),
@@ -247,6 +250,8 @@ OPERATIONS: tuple[Operation, ...] = (
     Operation("POST /v1/responses/{response_id}/cancel", "End one that is made in the background"),
     Operation("GET /v1/responses/{response_id}/input_items", "What it was an answer to", query=PAGING),
     Operation("POST,PUT /generate", "Continue a prompt, in SGLang's protocol", GenerateRequest, also=EVENTS),
+    Operation("POST /open_session", "Begin a session of /generate, in SGLang's protocol", OpenSessionRequest),
+    Operation("POST /close_session", "Forget it", CloseSessionRequest),
     Operation("POST /concate_and_append_request", "What SGLang's frontend calls when forks join", JoinRequest),
     Operation("POST /v1/embeddings", "One vector a text", EmbeddingRequest),
     Operation("POST /score /v1/score", "How well texts fit", (ScoreRequest, LabelScoreRequest)),
@@ -282,7 +287,7 @@ OPERATIONS: tuple[Operation, ...] = (
     Operation("POST /pause /pause_generation", "Compute nothing until resumed", arguments=PauseRequest),
     Operation("POST /resume /continue_generation", "Go on"),
     Operation("GET /is_paused", "Whether it is paused"),
-    Operation("POST /sleep", "Give the KV cache's memory back", arguments=SleepRequest),
+    Operation("POST /sleep /release_kv_cache_memory", "Give the KV cache's memory back", arguments=SleepRequest),
     Operation("GET,POST /release_memory_occupation", "The same, under SGLang's name", arguments=SleepRequest),
     Operation("POST /wake_up", "Have a KV cache again", arguments=WakeRequest),
     Operation("GET,POST /resume_memory_occupation", "The same, under SGLang's name", arguments=WakeRequest),

@@ -10,8 +10,9 @@ import logging
 import re
 import time
 import uuid
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -26,11 +27,13 @@ from kitfox.errors import (
 )
 from kitfox.outputs import CompletionOutput, RequestOutput, TokenLogprobs
 from kitfox.request import FinishReason, RepetitionDetection, SamplingParams
+from kitfox.server.conversation import check_reasons, constrain_reasoning, read_prompt
 from kitfox.server.generation import (
     MAX_REQUEST_ID_CHARS,
     Generator,
     Job,
     OpenStreams,
+    Prompt,
     Respond,
     check_model,
     make_prompts,
@@ -38,8 +41,16 @@ from kitfox.server.generation import (
     truncated,
 )
 from kitfox.server.openai import DONE, LOWEST_LOGPROB, GenerationFields, join_salts, make_sampling
+from kitfox.server.sessions import CloseSessionRequest, OpenSessionRequest, SessionParams, Sessions
 from kitfox.server.structured import FormatFields, requested_constraint
-from kitfox.server.validation import JsonObject, convert_body, error_body, internal_error, read_json_object
+from kitfox.server.validation import (
+    JsonObject,
+    convert_body,
+    error_body,
+    internal_error,
+    read_json_object,
+    with_ignored,
+)
 
 if TYPE_CHECKING:
     from kitfox.engine.async_llm import AsyncLLM
@@ -48,18 +59,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger("kitfox.server")
 
 HEALTH_TIMEOUT_S = 20.0
-# Members of a body that kitfox cannot honour, with the values that ask for nothing.
-UNSUPPORTED: dict[str, tuple[Any, ...]] = {
-    "audio_data": (),
-    "image_data": (),
-    "input_embeds": (),
-    "require_reasoning": (False,),
-    "max_thinking_tokens": (),
-    "return_routed_experts": (False,),
-    "return_sampling_mask": (False,),
-    "video_data": (),
-    "watermark": (),
-}
 
 _encode = msgspec.json.Encoder().encode
 
@@ -108,6 +107,8 @@ class GenerateRequest(msgspec.Struct, kw_only=True):
         logprob_start_len: first prompt position whose log-probability is wanted; -1 is none of them.
         token_ids_logprob: tokens whose log-probability is wanted at every position.
         cache_salt, extra_key: only requests with the same ones share cached KV.
+        require_reasoning: what the answer has to be, it has to be behind its reasoning.
+        max_thinking_tokens: behind so many tokens of reasoning its closing mark is forced; -1 is no limit.
     """
 
     text: str | list[str] | None = None
@@ -124,6 +125,9 @@ class GenerateRequest(msgspec.Struct, kw_only=True):
     priority: int = 0
     cache_salt: str | list[str] | None = None
     extra_key: str | list[str] | None = None
+    require_reasoning: bool = False
+    max_thinking_tokens: int | None = None
+    session_params: SessionParams | None = None
     model: str | None = None
 
 
@@ -153,6 +157,7 @@ class NativeJob(Job):
     Attributes:
         logprobs: None where a prompt wants none.
         is_list: the client sent a list, or wants several answers, and gets a list.
+        keep_turn: what a session does with the answer's token ids when it has ended.
     """
 
     stream: bool
@@ -164,6 +169,7 @@ class NativeJob(Job):
     with_prompt_ids: bool
     is_list: bool
     ignored_parameters: list[str]
+    keep_turn: Callable[[list[int]], None] | None = None
 
     def engine_request_id(self, prompt_index: int) -> str:
         return self.request_ids[prompt_index]
@@ -175,15 +181,12 @@ class NativeJob(Job):
         return self.salts[prompt_index]
 
 
-async def make_job(generator: Generator, body: JsonObject, client_id: str | None) -> NativeJob:
+async def make_job(generator: Generator, sessions: Sessions, body: JsonObject, client_id: str | None) -> NativeJob:
     """Check a request.
 
     Raises:
         RequestError: something in it is wrong.
     """
-    for name, wanted in body.items():
-        if name in UNSUPPORTED and wanted not in UNSUPPORTED[name]:
-            raise UnsupportedParameterError(name)
     fields, ignored = convert_body(body, GenerateRequest)
     llm = generator.llm
     if (fields.text is None) == (fields.input_ids is None):
@@ -196,6 +199,11 @@ async def make_job(generator: Generator, body: JsonObject, client_id: str | None
     model = check_model(llm, fields.model)
     prompts = await make_prompts(llm.tokenizer, source, add_special_tokens=True, param=param)
     num_prompts = len(prompts)
+    session = fields.session_params
+    if session is not None:
+        if is_list:
+            raise InvalidParameterError("session_params", "needs one prompt, not a list", num_prompts)
+        prompts = [_with_context(sessions.context(session), prompts[0], llm.tokenizer)]
     logprobs = _logprobs_wanted(fields, num_prompts)
     samplings = []
     for index, given in enumerate(_one_for_each(fields.sampling_params, num_prompts, "sampling_params")):
@@ -207,13 +215,19 @@ async def make_job(generator: Generator, body: JsonObject, client_id: str | None
         wanted = logprobs[index]
         if wanted is not None:
             wanted = logprobs[index] = _settle_start(wanted, fields, sampling, num_tokens)
-        samplings.append(_make_sampling(sampling, llm.default_sampling_params, wanted, num_tokens))
+        made = _make_sampling(sampling, llm.default_sampling_params, wanted, num_tokens)
+        samplings.append(_behind_reasoning(made, fields, prompts[index], generator))
     if len({sampling.n for sampling in samplings}) > 1:
         raise InvalidParameterError("n", "must be the same for all prompts", [sampling.n for sampling in samplings])
+    if session is not None and samplings[0].n > 1:
+        raise InvalidParameterError("n", "must be 1 with session_params", samplings[0].n)
     request_ids = _request_ids(fields.rid, num_prompts, is_list=is_list)
     answer_id = request_ids[0] if request_ids else generator.claim_id("gen-", client_id)
     if not request_ids:
         request_ids = [f"{answer_id}_{index}" for index in range(num_prompts)] if is_list else [answer_id]
+    keep_turn = None
+    if session is not None:
+        keep_turn = partial(sessions.add, session, answer_id, prompts[0].token_ids)
     return NativeJob(
         answer_id=answer_id,
         created=int(time.time()),
@@ -230,7 +244,16 @@ async def make_job(generator: Generator, body: JsonObject, client_id: str | None
         with_prompt_ids=fields.return_prompt_token_ids,
         is_list=is_list or samplings[0].n > 1,
         ignored_parameters=ignored,
+        keep_turn=keep_turn,
     )
+
+
+def _with_context(context: list[int], prompt: Prompt, tokenizer: Tokenizer) -> Prompt:
+    """A session's turn: what went before, then the prompt, which then does not begin a text."""
+    own = prompt.token_ids
+    if context and own and own[0] == tokenizer.bos_token_id:
+        own = own[1:]
+    return Prompt(context + own, None) if context else prompt
 
 
 def _one_for_each(given: Any, count: int, param: str) -> list[Any]:
@@ -313,6 +336,26 @@ def _make_sampling(
     )
 
 
+def _behind_reasoning(
+    sampling: SamplingParams, fields: GenerateRequest, prompt: Prompt, generator: Generator
+) -> SamplingParams:
+    """The answer's constraint as it holds where the prompt lets the model reason; nothing is said of that by default.
+
+    Raises:
+        RequestError: the model does not reason, or a budget cannot be kept.
+    """
+    budget, dialect = fields.max_thinking_tokens, generator.dialect
+    if budget in (None, -1) and not fields.require_reasoning:
+        return sampling
+    if fields.require_reasoning:
+        check_reasons(dialect, "require_reasoning")
+    read = read_prompt(generator.llm.tokenizer, dialect, prompt.token_ids)
+    constraint = constrain_reasoning(
+        sampling.constraint, read, dialect, budget=budget, budget_param="max_thinking_tokens"
+    )
+    return msgspec.structs.replace(sampling, constraint=constraint)
+
+
 # ---- answers --------------------------------------------------------------------------------------------------------
 
 
@@ -358,6 +401,8 @@ class _Growing:
             for entry in delta.logprobs or []:
                 self._add_entry("output", entry, entry.token_id)
         if delta.finish_reason is not None:
+            if self._job.keep_turn is not None:
+                self._job.keep_turn(self._token_ids)
             meta["finish_reason"] = self._finish(delta)
             meta["e2e_latency"] = time.monotonic() - self._start_s
 
@@ -482,14 +527,32 @@ def add_native_routes(app: FastAPI, generator: Generator, max_body_bytes: int, r
     from kitfox.server.app import json_response
 
     llm = generator.llm
+    sessions = Sessions()
 
     @app.api_route("/generate", methods=["POST", "PUT"])
     async def generate(request: Request) -> Response:
         """Continue a prompt, or several."""
         body = await read_json_object(request, max_body_bytes)
-        job = await make_job(generator, body, request.scope["client_request_id"])
+        job = await make_job(generator, sessions, body, request.scope["client_request_id"])
         answer = NativeAnswer(job, await generator.open(job), llm.tokenizer)
         return await respond(request, answer, stream=job.stream)
+
+    @app.post("/open_session")
+    async def open_session(request: Request) -> Response:
+        """The id of a new session, as a JSON string."""
+        fields, ignored = convert_body(await read_json_object(request, max_body_bytes), OpenSessionRequest)
+        if ignored:  # the answer has no room to list them
+            raise UnsupportedParameterError(ignored[0])
+        if fields.streaming:
+            raise UnsupportedParameterError("streaming", "is not supported: every session goes on from any turn")
+        return json_response(sessions.open(fields.session_id, fields.timeout))
+
+    @app.post("/close_session")
+    async def close_session(request: Request) -> Response:
+        """Forget a session. Its requests that still run are answered."""
+        fields, ignored = convert_body(await read_json_object(request, max_body_bytes), CloseSessionRequest)
+        sessions.close(fields.session_id)
+        return json_response(with_ignored({"success": True}, ignored))
 
     @app.post("/concate_and_append_request")
     async def join(request: Request) -> Response:

@@ -17,7 +17,7 @@ from kitfox.server.openai import GenerationFields, Piece
 NOTHING_ASKED = GenerationFields()
 # They shape what only OpenAI's older endpoints show.
 FOREIGN_PARAMETERS = (
-    "n", "prompt_logprobs", "repetition_detection", "return_prompt_text", "return_token_ids",
+    "n", "prompt_logprobs", "repetition_detection", "return_prompt_text", "return_prompt_token_ids", "return_token_ids",
     "return_tokens_as_token_ids",
 )  # fmt: skip
 

@@ -19,36 +19,72 @@ MAX_JSON_DEPTH = 64
 MAX_IGNORED_NAMES = 32
 MAX_NAME_CHARS = 64
 
-# Known parameters of OpenAI and peers that kitfox cannot honour yet, with the values that ask for nothing.
+# Parameters of OpenAI and peers that kitfox has not, or not everywhere, with the values that ask for nothing.
 UNSUPPORTED_PARAMETERS: dict[str, tuple[Any, ...]] = {
     "audio": (),
+    "audio_data": (),
     "beam_width": (1,),
+    "bootstrap_host": (),
+    "bootstrap_port": (),
+    "bootstrap_room": (),
     "chat_template": (),
     "custom_logit_processor": (),
     "custom_params": ({},),
+    "data_parallel_rank": (0,),
+    "disagg_prefill_dp_rank": (),
     "documents": ([],),
     "early_stopping": (False,),
+    "ec_transfer_params": (),
     "function_call": ("none",),
     "functions": ([],),
+    "image_data": (),
+    "input_embeds": (),
+    "input_ids": (),
     "kv_transfer_params": (),
     "length_penalty": (1,),
     "logits_processors": ([],),
     "lora_path": (),
     "lora_request": (),
-    "modalities": (["text"],),
+    "max_thinking_tokens": (-1,),
     "mm_processor_kwargs": ({},),
+    "modalities": (["text"],),
+    "multi_item_delimiter_indices": (),
+    "ngram_corpus_id": (),
+    "positional_embed_overrides": (),
     "prediction": (),
     "prompt_embeds": (),
+    "require_reasoning": (False,),
+    "return_cached_tokens_details": (False,),
+    "return_entropy": (False,),
+    "return_flat_raw_top_logprobs": (False,),
     "return_hidden_states": (False,),
+    "return_indexer_topk": (False,),
+    "return_meta_info": (False,),
+    "return_prompt_token_ids": (False,),
+    "return_routed_experts": (False,),
+    "return_sampling_mask": (False,),
+    "routed_dp_rank": (0,),
     "session_params": (),
     "spaces_between_special_tokens": (True, False),  # no kind of tokenizer that kitfox has puts any there
+    "stream_reasoning": (True,),
     "suffix": ("",),
-    "thinking_token_budget": (),
+    "thinking_token_budget": (-1,),
     "tool_choice": ("none", "auto"),
     "tools": ([],),
     "use_beam_search": (False,),
+    "video_data": (),
     "vllm_xargs": ({},),
+    "watermark": (),
+    "watermarking": (False,),
     "web_search_options": (),
+}
+_CLIENT_CODE = "is not supported: it is for code of the client's. Thinking is limited by a thinking budget"
+UNSUPPORTED_REASONS = {
+    "custom_logit_processor": _CLIENT_CODE,
+    "custom_params": _CLIENT_CODE,
+    "max_thinking_tokens": "is not a parameter of this endpoint; thinking_token_budget may be",
+    "thinking_token_budget": "is not a parameter of this endpoint; max_thinking_tokens may be",
+    "session_params": "is not supported here: sessions are for /generate",
 }
 
 T = TypeVar("T", bound=msgspec.Struct)
@@ -140,7 +176,7 @@ def convert_body(body: dict[str, Any], kind: type[T]) -> tuple[T, list[str]]:
     known = kind.__struct_fields__
     for name, wanted in body.items():
         if name not in known and name in UNSUPPORTED_PARAMETERS and wanted not in UNSUPPORTED_PARAMETERS[name]:
-            raise UnsupportedParameterError(name)
+            raise UnsupportedParameterError(name, UNSUPPORTED_REASONS.get(name, "is not supported yet"))
     try:
         value = msgspec.convert(body, kind)
     except msgspec.ValidationError as error:
@@ -172,12 +208,15 @@ def _unread_members(given: dict[str, Any], made: msgspec.Struct, place: str = ""
             if value is not None:
                 yield place + name[:MAX_NAME_CHARS]
             continue
-        member = getattr(made, name)
-        if isinstance(member, msgspec.Struct):
-            yield from _unread_members(value, member, f"{place}{name}.")
-        elif isinstance(member, list) and member and isinstance(member[0], msgspec.Struct):
-            for item, part in zip(value, member, strict=True):
-                yield from _unread_members(item, part, f"{place}{name}[].")
+        yield from _unread_inside(value, getattr(made, name), place + name)
+
+
+def _unread_inside(given: Any, made: Any, place: str) -> Iterator[str]:
+    if isinstance(made, msgspec.Struct):
+        yield from _unread_members(given, made, f"{place}.")
+    elif isinstance(made, list) and made and isinstance(made[0], msgspec.Struct | list):
+        for item, part in zip(given, made, strict=True):
+            yield from _unread_inside(item, part, f"{place}[]")
 
 
 def _validation_error(message: str) -> RequestError:

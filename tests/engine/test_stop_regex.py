@@ -57,6 +57,17 @@ def expected_cut(patterns: tuple[str, ...], text: str) -> tuple[str, str | None]
         (r"(?:ab){2}|(?P<x>c|d)e", "abxababde", "abx"),
         (r"(?:){1000000000}x", "yx", "y"),
         (r"\S+@\S+\.\w", "write to me@here.org", "write to "),
+        (r"a$", "xab", "x"),
+        (r"a\Z|c", "xab", "x"),
+        (r"[!?]+$", "no. yes!!", "no. yes"),
+        (r"a$b", "ab", "ab"),
+        (r"a\Z\n", "a\n", "a\n"),
+        (r"^b$", "ab", "ab"),
+        (r"x$\n", "x\ny", ""),
+        (r"x$\ny", "x\ny", "x\ny"),
+        (r"(?m)x$\ny", "x\ny", ""),
+        (r"(?m)x$\s+^y", "x\ny", ""),
+        (r"(?:x$){2}", "xx", "xx"),
     ],
 )
 def test_what_is_cut(pattern: str, text: str, shown: str) -> None:
@@ -65,6 +76,7 @@ def test_what_is_cut(pattern: str, text: str, shown: str) -> None:
 
 
 PATTERNS = ["a+b", "ab|ba", "b.a", "[^ab]", "a{2,3}", "(?:ab)+c", "(a|b)*cc", "^b", r"(?m)^a\n", "a?bc??"]
+PATTERNS += ["a$", r"b\Z", r"b$\n", r"(?m)(?:a$\n?)+b", r"[^a]+?$\s*c", r"(?m)a$\n^b", r"(?m:b$)\n+$", r"a\Z.?$|cb$"]
 
 
 @given(
@@ -121,7 +133,9 @@ def test_stop_strings_and_patterns_together() -> None:
     [
         ("(", "must be regular expressions"),
         ("a{99999999999}", "must be regular expressions"),
-        ("a$", "at_end"),
+        ("(?m)a$^", "must not use \\^ right behind \\$"),
+        ("a*$", "empty"),
+        ("$", "empty"),
         (r"\bx", "at_boundary"),
         ("(?=a)b", "assert"),
         ("(?<!a)b", "assert_not"),

@@ -37,6 +37,7 @@ class ByteTokenizer:
     """Token ids 0 to 255 are bytes; 256 and 257 are <s> and </s>."""
 
     vocab_size = VOCAB_SIZE
+    bos_token_id = BOS
     specials: ClassVar[dict[int, str]] = {BOS: "<s>", EOS: "</s>"}
 
     def __init__(self) -> None:

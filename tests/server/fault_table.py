@@ -144,11 +144,11 @@ def _number_rows() -> Iterator[Fault]:
 
 def _stop_regex_rows() -> Iterator[Fault]:
     for pattern in (
-        "(", "[", "(?<=a)b", "(?=a)b", r"(a)\1", "x$", r"\bx", "a*", "", "(" * 500, "(?:a{1000}){1000}", "a" * 300,
+        "(", "[", "(?<=a)b", "(?=a)b", r"(a)\1", "(?m)x$^", r"\bx", "a*", "", "(" * 500, "(?:a{1000}){1000}", "a" * 300,
         "a{99999999999}", "(?P<n>a)(?(n)b|c)", 5, ["x", 5], ["x"] * 40, ["x" * 40] * 30,
     ):  # fmt: skip
         yield _bad(f"stop_regex {str(pattern)[:20]}", "E59/D49", "stop_regex", stop_regex=pattern)
-    for pattern in ("(a+)+b", "(a|a)*b", "(.*)*(.*)*b", r"\s*\s*\s*\s*b"):
+    for pattern in ("x$", "(a+)+b", "(a|a)*b", "(.*)*(.*)*b", r"\s*\s*\s*\s*b"):
         yield _good(f"stop_regex {pattern}", "D49", stop_regex=pattern, prompt="a" * 100)
         yield _good_chat(f"stop_regex {pattern}, streamed", "D49", "stream", stop_regex=[pattern], stream=True)
 

@@ -184,7 +184,7 @@ def test_what_nobody_reads_is_listed() -> None:
         "thinking": {"type": "enabled", "budget_tokens": 1024},
         "container": "c",
     }
-    ignored = ["messages[].content[].citations", "thinking.budget_tokens", "container"]
+    ignored = ["messages[].content[].citations", "container", "thinking.budget_tokens"]
     response = send(FakeAsyncLLM(), "POST", MESSAGES, HELLO | fields)
     assert response.json()["ignored_parameters"] == ignored
     response = send(FakeAsyncLLM(), "POST", MESSAGES, HELLO | fields | {"stream": True})
@@ -210,6 +210,7 @@ def test_what_nobody_reads_is_listed() -> None:
         ({"output_config": {"format": {"type": "text"}}}, 400, "invalid_request_error", "output_config.format.type"),
         ({"output_format": {"type": "json_schema", "schema": 1}}, 400, "invalid_request_error", "output_format.schema"),
         ({"thinking": {"type": "on"}}, 400, "invalid_request_error", "thinking.type"),
+        ({"thinking_token_budget": 9}, 400, "invalid_request_error", "thinking_token_budget is not a parameter"),
         ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, 400, "invalid_request_error", "tools[0].type"),
         ({"tools": [{"name": "f"}]}, 400, "invalid_request_error", "tools[0].input_schema"),
         ({"tool_choice": {"type": "must"}}, 400, "invalid_request_error", "tool_choice.type"),
@@ -325,6 +326,7 @@ def test_parameters_become_the_chat_s() -> None:
     assert chat["tool_choice"] == "required"
     assert "parallel_tool_calls" not in chat  # false
     assert (chat["chat_template_kwargs"], chat["reasoning_effort"]) == ({"enable_thinking": True}, "high")
+    assert chat["thinking_token_budget"] == 1024
 
 
 @pytest.mark.parametrize(

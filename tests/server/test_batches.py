@@ -333,7 +333,7 @@ def test_lines_may_structure_their_output_and_call_tools(tmp_path: Path) -> None
     tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
     structured = {"response_format": {"type": "json_schema", "json_schema": {"name": "s", "schema": schema}}}
-    refused = {"response_format": {"type": "json_schema", "json_schema": {"name": "s", "schema": {"type": "wizard"}}}}
+    refused = {"response_format": {"type": "json_schema", "json_schema": {"name": "s"}}}
     lines = [
         chat_line(1, tools=[tool], max_tokens=100),
         chat_line(2, tools=[tool], tool_choice="required", max_tokens=100),

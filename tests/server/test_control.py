@@ -149,7 +149,11 @@ def test_a_pause_ends_requests_unless_they_are_kept() -> None:
 
 @pytest.mark.parametrize(
     ("sleep", "wake"),
-    [("/sleep?level=1", "/wake_up"), ("/release_memory_occupation", "/resume_memory_occupation?tags=kv_cache")],
+    [
+        ("/sleep?level=1", "/wake_up"),
+        ("/release_kv_cache_memory", "/wake_up"),
+        ("/release_memory_occupation", "/resume_memory_occupation?tags=kv_cache"),
+    ],
 )
 def test_sleep_and_wake(sleep: str, wake: str) -> None:
     llm = FakeAsyncLLM()

@@ -28,7 +28,7 @@ from kitfox.server.openai import ChatRequest
 from kitfox.server.options import ServerOptions
 from kitfox.tokenizer import Tokenizer
 from tests.server.fake_llm import MODEL, FakeAsyncLLM
-from tests.server.fault_table import CHAT
+from tests.server.fault_table import CHAT, COMPLETIONS
 
 TOOL = msgspec.convert({"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}, Tool)
 CALL = {"id": "call_1", "type": "function", "function": {"name": "f", "arguments": '{"a": "<é>"}'}}
@@ -214,21 +214,28 @@ def test_unknown_parsers_are_refused() -> None:
         ChatDialect.choose(tokenizer_of(""), "auto", "wizard")
 
 
-def budgeted(
-    template: str, *special: str, parser: str = "none", **fields: Any
+def answered(
+    template: str, *special: str, path: str, body: dict[str, Any], parser: str = "none", strict: bool = False
 ) -> tuple[int, dict[str, Any], FakeAsyncLLM]:
-    """Status, body and engine of a chat with a budget, where the template is the model's."""
+    """Status, body and engine of a request, where the template is the model's."""
 
     async def run() -> tuple[int, dict[str, Any], FakeAsyncLLM]:
         llm = FakeAsyncLLM()
         llm.tokenizer = tokenizer_of(template, *special)  # type: ignore[assignment]
-        app = make_app(llm, ServerOptions(tool_call_parser=parser))  # type: ignore[arg-type]
+        app = make_app(llm, ServerOptions(tool_call_parser=parser, strict=strict))  # type: ignore[arg-type]
         async with httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://test") as client:
-            body = {"model": MODEL, "messages": LOOP[:1], "max_tokens": 4, "thinking_token_budget": 3} | fields
-            response = await client.post(CHAT, json=body)
+            response = await client.post(path, json={"model": MODEL} | body)
             return response.status_code, response.json(), llm
 
     return asyncio.run(run())
+
+
+def budgeted(
+    template: str, *special: str, parser: str = "none", **fields: Any
+) -> tuple[int, dict[str, Any], FakeAsyncLLM]:
+    """The same of a chat with a budget."""
+    body = {"messages": LOOP[:1], "max_tokens": 4, "thinking_token_budget": 3} | fields
+    return answered(template, *special, path=CHAT, body=body, parser=parser)
 
 
 def test_a_thinking_budget_is_part_of_the_constraint() -> None:
@@ -260,3 +267,84 @@ def test_a_thinking_budget_is_part_of_the_constraint() -> None:
 def test_a_thinking_budget_that_cannot_be_kept_is_refused(template: str, budget: int) -> None:
     status, body, _ = budgeted(template, thinking_token_budget=budget)
     assert (status, body["error"]["param"]) == (400, "thinking_token_budget")
+
+
+THINKS = "{# <think> </think> #}Hi"
+HELLO = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 4}
+NATIVE = {"max_new_tokens": 4}
+BUDGETS: list[tuple[str, dict[str, Any], str]] = [
+    (CHAT, HELLO | {"thinking_token_budget": 3}, "thinking_token_budget"),
+    (COMPLETIONS, {"prompt": "Hi", "thinking_token_budget": 3}, "thinking_token_budget"),
+    ("/v1/responses", {"input": "Hi", "thinking_token_budget": 3}, "thinking_token_budget"),
+    ("/v1/messages", HELLO | {"thinking": {"type": "enabled", "budget_tokens": 3}}, "thinking.budget_tokens"),
+    ("/generate", {"text": "Hi", "max_thinking_tokens": 3, "sampling_params": NATIVE}, "max_thinking_tokens"),
+]
+
+
+@pytest.mark.parametrize(("path", "body", "param"), BUDGETS)
+def test_every_protocol_has_a_thinking_budget(path: str, body: dict[str, Any], param: str) -> None:
+    status, answer, llm = answered(THINKS, "<think>", path=path, body=body)
+    assert status == 200, answer
+    constraint = llm.seen[0][2].constraint
+    assert constraint is not None
+    assert constraint.reasoning == Reasoning(opener="<think>", closer="</think>", max_tokens=3)
+    assert (constraint.format, constraint.param) == (AnyText(), param)
+    assert "ignored_parameters" not in answer
+
+
+@pytest.mark.parametrize(("path", "body", "param"), BUDGETS)
+def test_a_budget_that_cannot_be_kept_is_named_as_the_protocol_names_it(
+    path: str, body: dict[str, Any], param: str
+) -> None:
+    status, answer, _ = answered(THINKS, path=path, body=body)  # its opener is several tokens
+    assert status == 400
+    assert answer["error"]["message"].startswith(f"{param} needs a model whose reasoning begins with one token")
+
+
+def test_agents_may_send_a_budget_to_a_model_that_does_not_reason() -> None:
+    path, body, param = BUDGETS[3]
+    status, answer, llm = answered("plain", path=path, body=body)
+    assert (status, answer["ignored_parameters"]) == (200, [param])
+    assert llm.seen[0][2].constraint is None
+    status, answer, _ = answered("plain", path=path, body=body, strict=True)
+    assert (status, param in answer["error"]["message"]) == (400, True)
+    body = body | {"thinking": {"type": "disabled", "budget_tokens": 3}}
+    status, answer, _ = answered(THINKS, "<think>", path=path, body=body)
+    assert (status, param in answer["error"]["message"]) == (400, True)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "is_open"),
+    [("Hi", False), ("<think>", True), ("<think>Let me", True), ("<think>a</think>b\nAnd?", False)],
+)
+def test_a_raw_prompt_says_by_its_last_marks_where_reasoning_is(prompt: str, is_open: bool) -> None:
+    body = {"prompt": prompt, "thinking_token_budget": 3}
+    _, _, llm = answered(THINKS, "<think>", path=COMPLETIONS, body=body)
+    constraint = llm.seen[0][2].constraint
+    assert constraint is not None
+    assert constraint.reasoning is not None
+    assert constraint.reasoning.is_open == is_open
+
+
+def test_prompts_of_one_completion_are_in_one_state() -> None:
+    body: dict[str, Any] = {"prompt": ["<think>a</think>", "<think></think>\n"], "thinking_token_budget": 3}
+    status, _, llm = answered(THINKS, "<think>", path=COMPLETIONS, body=body)
+    assert (status, llm.seen[0][2].constraint) == (200, None)
+    body["prompt"][0] = "<think>"
+    status, answer, _ = answered(THINKS, "<think>", path=COMPLETIONS, body=body)
+    assert (status, answer["error"]["param"]) == (400, "thinking_token_budget")
+
+
+def test_a_native_request_may_ask_for_reasoning_before_its_form() -> None:
+    body = {"text": ["<think>", "Hi"], "sampling_params": NATIVE | {"regex": "a+"}}
+    for fields, max_tokens in (({"require_reasoning": True}, None), ({"max_thinking_tokens": 3}, 3)):
+        _, _, llm = answered(THINKS, "<think>", path="/generate", body=body | fields)
+        made = [sampling.constraint for _, _, sampling in llm.seen]
+        assert [constraint and constraint.reasoning for constraint in made] == [
+            Reasoning(opener="<think>", closer="</think>", max_tokens=max_tokens, is_open=is_open)
+            for is_open in (True, False)
+        ]
+    _, _, llm = answered(THINKS, "<think>", path="/generate", body=body | {"max_thinking_tokens": -1})
+    assert [sampling.constraint and sampling.constraint.reasoning for _, _, sampling in llm.seen] == [None, None]
+    status, answer, _ = answered("plain", path="/generate", body=body | {"require_reasoning": True})
+    assert (status, answer["error"]["param"]) == (400, "require_reasoning")

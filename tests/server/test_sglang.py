@@ -266,7 +266,7 @@ def test_a_failure_in_a_stream_is_an_event() -> None:
         ({"input_embeds": [[0.1]]}, "input_embeds"),
         ({"return_hidden_states": True}, "return_hidden_states"),
         ({"custom_logit_processor": "x"}, "custom_logit_processor"),
-        ({"session_params": {"id": "x"}}, "session_params"),
+        ({"session_params": {"id": "x"}}, "session_params.id"),
         ({"cache_salt": ""}, "cache_salt"),
     ],
 )
