@@ -4,7 +4,7 @@
     .venv/bin/python -m benchmarks.speculation --out DIR --concurrency 1 --peer llama.cpp-q4_1
 
 A workload at a concurrency is one `kitfox compare`: sides take turns, each with caches of its own. `copy` is
-benchmarks/copy_heavy.jsonl. With --peer the sides are kitfox and that server, each without guesses and with its own.
+benchmarks/copy_heavy.jsonl. With --peer six requests are sent, and the sides are kitfox and that server, each without guesses and with its own.
 """
 
 from __future__ import annotations
@@ -56,6 +56,7 @@ def main() -> None:
         peer(args.peer, "135m").install()
         names, model = ["off", "auto"], str(made(PEERS_MODELS[args.peer])) if args.peer in PEERS_MODELS else model
         extra = [word for field in DIFFERENCES for word in ("--allow-difference", field)]
+        extra += ["--num-requests", "6"]  # half of `copy`: some take minutes for that
     for workload in args.workloads.split(","):
         for concurrency in args.concurrency.split(","):
             folder = args.out / f"{workload}-{concurrency}"

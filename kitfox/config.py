@@ -140,6 +140,7 @@ class SchedulerConfig:
     enable_chunked_prefill: bool = True
     long_prefill_token_threshold: int = 0
     max_num_queued_requests: int = 4096
+    max_running_adapters: int | None = None
 
     def __post_init__(self) -> None:
         _check(
@@ -155,6 +156,8 @@ class SchedulerConfig:
         _check(threshold >= 0, "long_prefill_token_threshold", "must be >= 0", threshold)
         queued = self.max_num_queued_requests
         _check(queued >= 1, "max_num_queued_requests", "must be >= 1", queued)
+        adapters = self.max_running_adapters
+        _check(adapters is None or adapters >= 1, "max_loras", "must be >= 1", adapters)
 
 
 @dataclass(frozen=True)
@@ -226,6 +229,29 @@ class SpeculationConfig:
 
 
 @dataclass(frozen=True)
+class AdapterOptions:
+    """LoRA adapters, which answer under names of their own.
+
+    Attributes:
+        enabled: whether there may be any.
+        modules: name and directory of those that are loaded at the start.
+        max_rank: of one.
+        max_loaded: how many there may be at a time.
+    """
+
+    enabled: bool = False
+    modules: tuple[tuple[str, str], ...] = ()
+    max_rank: int = 64
+    max_loaded: int = 32
+
+    def __post_init__(self) -> None:
+        _check(1 <= self.max_rank <= 1024, "max_lora_rank", "must be in [1, 1024]", self.max_rank)
+        _check(self.max_loaded >= 1, "max_cpu_loras", "must be >= 1", self.max_loaded)
+        fits = len(self.modules) <= self.max_loaded
+        _check(fits, "lora_modules", f"must be at most {self.max_loaded} (--max-cpu-loras)", len(self.modules))
+
+
+@dataclass(frozen=True)
 class EngineConfig:
     """Everything the engine needs to know, built once from flags, a file or keyword arguments."""
 
@@ -235,6 +261,7 @@ class EngineConfig:
     device: DeviceConfig = field(default_factory=DeviceConfig)
     structured_output: StructuredOutputConfig = field(default_factory=StructuredOutputConfig)
     speculation: SpeculationConfig = field(default_factory=SpeculationConfig)
+    adapters: AdapterOptions = field(default_factory=AdapterOptions)
     max_logprobs: int = 20
     trace_capacity: int = 65536
 

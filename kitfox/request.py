@@ -215,6 +215,7 @@ class EngineRequest(msgspec.Struct, kw_only=True, omit_defaults=True):
         pooling: make one vector of the prompt's hidden states instead of sampling; max_tokens is 0 then.
         priority: lower runs first under the priority policy; also weighs radix eviction.
         cache_salt: requests with different salts never share KV.
+        adapter_id: of the LoRA adapter that answers; 0 is the model alone.
     """
 
     request_id: str
@@ -226,6 +227,7 @@ class EngineRequest(msgspec.Struct, kw_only=True, omit_defaults=True):
     cache_salt: str | None = None
     leader_id: str | None = None
     pooling: Pooling | None = None
+    adapter_id: int = 0
 
 
 class Request:
@@ -242,6 +244,7 @@ class Request:
     """
 
     __slots__ = (
+        "adapter_id",
         "all_token_ids",
         "arrival_time_s",
         "cache_salt",
@@ -277,7 +280,10 @@ class Request:
         self.sampling = source.sampling
         self.stop_token_ids = frozenset(source.stop_token_ids)
         self.priority = source.priority
+        self.adapter_id = source.adapter_id
         self.cache_salt = source.cache_salt
+        if source.adapter_id:  # what an adapter computed is nobody else's; no client's salt begins like this
+            self.cache_salt = f"\0{source.adapter_id}\0{source.cache_salt or ''}"
         self.leader_id = source.leader_id
         self.pooling = source.pooling
         self.arrival_time_s = source.arrival_time_s or time.monotonic()

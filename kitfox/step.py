@@ -36,6 +36,7 @@ class NewRequest(msgspec.Struct, frozen=True, kw_only=True):
         num_computed_tokens: tokens whose KV is already in those blocks.
         stop_token_ids: what min_tokens masks.
         pooling: how to make a vector of the prompt's hidden states; None samples tokens.
+        adapter_id: of the LoRA adapter that computes it; 0 is none.
     """
 
     request_id: str
@@ -47,6 +48,7 @@ class NewRequest(msgspec.Struct, frozen=True, kw_only=True):
     block_ids: list[int]
     num_computed_tokens: int
     pooling: Pooling | None = None
+    adapter_id: int = 0
 
 
 class CachedRequest(msgspec.Struct, frozen=True, kw_only=True):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -22,6 +23,7 @@ class ForwardBatch:
         seq_lens: [R] int32, in tokens, this step included.
         query_start_loc: [R + 1] int32, exclusive prefix sum of query lengths.
         kv_caches: one per layer, from `Kernels.make_kv_cache`.
+        adapter_rows: adapters by id, and the rows that go through them.
         features: [T, F], where the model keeps what its `feature_layers` read; None if it has none.
     """
 
@@ -34,6 +36,7 @@ class ForwardBatch:
     kv_caches: list[Tensor]
     attention: AttentionBackend
     features: Tensor | None = None
+    adapter_rows: Sequence[tuple[int, slice]] = ()
 
 
 class HeadNorm(Protocol):

@@ -10,6 +10,8 @@ from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from kitfox.config import EngineConfig, ModelConfig, Pooling
 from kitfox.engine.client import (
     Command,
@@ -42,7 +44,24 @@ logger = logging.getLogger("kitfox.engine")
 STALLED_AFTER_S = 60.0  # requests in flight and no step for this long: /health says so
 MAX_RESTARTS = 3  # in a row, without a finished step between them
 
+MAX_ADAPTER_NAME_CHARS = 256
+
 StartEngine = Callable[[], ProcessClient]
+
+
+class Adapter(msgspec.Struct, frozen=True, kw_only=True):
+    """A LoRA adapter.
+
+    Attributes:
+        adapter_id: never used again, so that one of the same name is another one.
+        path: its directory.
+        is_loaded: whether requests may name it.
+    """
+
+    adapter_id: int
+    name: str
+    path: str
+    is_loaded: bool = False
 
 
 class AsyncLLM:
@@ -83,6 +102,14 @@ class AsyncLLM:
         self.tokenizer = load_tokenizer(tokenizer_path, template)
         self._vocabulary = Vocabulary.of(self.tokenizer, model_config.vocab_size)
         self._client.use_vocabulary(self._vocabulary)
+        self._answers: dict[int, asyncio.Future[ControlAnswer]] = {}  # awaited ones, by their commands' numbers
+        self._num_commands = 0
+        self.adapters: dict[str, Adapter] = {}
+        self._first_loads: dict[int, str] = {}  # adapters that an engine loads as it starts, by commands' numbers
+        self._num_adapters = 0
+        for name, directory in config.adapters.modules:
+            self._note_adapter(name, directory)
+        self._send_adapters()
         self._input_processor = InputProcessor(
             EngineLimits.of(
                 config,
@@ -98,8 +125,6 @@ class AsyncLLM:
         self._streams: dict[str, asyncio.Queue[RequestOutput | KitfoxError]] = {}
         self.is_paused = False
         self.is_sleeping = False
-        self._answers: dict[int, asyncio.Future[ControlAnswer]] = {}  # awaited ones, by their commands' numbers
-        self._num_commands = 0
         self._state = "starting"
         self._detail = "the engine is loading the model"
         self._ready = asyncio.Event()
@@ -167,10 +192,12 @@ class AsyncLLM:
         priority: int = 0,
         cache_salt: str | None = None,
         pooling: Pooling | None = None,
+        adapter: str | None = None,
     ) -> AsyncIterator[RequestOutput]:
         """Check a request, hand it to the engine, and return the stream of its deltas.
 
-        With `pooling` the one delta is an embedding, and sampling.max_tokens is 0.
+        With `pooling` the one delta is an embedding, and sampling.max_tokens is 0. `adapter` is the name of one that is
+        loaded.
 
         Leaving the stream early (or cancelling the task that reads it) aborts the request.
 
@@ -187,6 +214,7 @@ class AsyncLLM:
             priority=priority,
             cache_salt=cache_salt,
             pooling=pooling,
+            adapter_id=0 if adapter is None else self._adapter(adapter).adapter_id,
         )
         scheduler = self.config.scheduler
         room = scheduler.max_num_seqs + scheduler.max_num_queued_requests - self._output_processor.num_unfinished
@@ -260,7 +288,7 @@ class AsyncLLM:
 
     # ---- control ------------------------------------------------------------------------------------------------
 
-    async def _control(self, command: Command, request_id: str = "") -> ControlAnswer:
+    async def _control(self, command: Command, request_id: str = "", adapter: Adapter | None = None) -> ControlAnswer:
         """Have the engine do something between two steps.
 
         Raises:
@@ -271,13 +299,72 @@ class AsyncLLM:
         number = self._num_commands
         answer: asyncio.Future[ControlAnswer] = asyncio.get_running_loop().create_future()
         self._answers[number] = answer
-        self._client.control(ControlEngine(number, command, request_id))
+        adapter_id, path = (0, "") if adapter is None else (adapter.adapter_id, adapter.path)
+        self._client.control(ControlEngine(number, command, request_id, adapter_id, path))
         try:
             answered = await answer
         finally:
             self._answers.pop(number, None)
         self.stats = answered.stats
         return answered
+
+    async def load_adapter(self, name: str, path: str) -> Adapter:
+        """Load a LoRA adapter from a directory. Requests may name it from then on.
+
+        Raises:
+            InvalidParameterError: the name is taken, there are as many as there may be, or the directory has no adapter
+                that fits the model.
+        """
+        most = self.config.adapters.max_loaded
+        if len(self.adapters) >= most:
+            raise InvalidParameterError("lora_name", f"must be one of at most {most} adapters (--max-cpu-loras)", name)
+        adapter = self._note_adapter(name, path)
+        try:
+            problem = (await self._control("load_adapter", adapter=adapter)).problem
+        except BaseException:
+            del self.adapters[name]
+            raise
+        if problem:
+            del self.adapters[name]
+            raise InvalidParameterError("lora_path", f"cannot be loaded: {problem}", path)
+        self.adapters[name] = msgspec.structs.replace(adapter, is_loaded=True)
+        return self.adapters[name]
+
+    async def unload_adapter(self, name: str) -> None:
+        """Forget an adapter. Requests that run with it go on to their end.
+
+        Raises:
+            InvalidParameterError: none has this name.
+        """
+        adapter = self._adapter(name)
+        del self.adapters[name]
+        await self._control("unload_adapter", adapter=adapter)
+
+    def _adapter(self, name: str) -> Adapter:
+        adapter = self.adapters.get(name)
+        if adapter is None or not adapter.is_loaded:
+            raise InvalidParameterError("lora_name", "must be an adapter that is loaded", name)
+        return adapter
+
+    def _note_adapter(self, name: str, path: str) -> Adapter:
+        if not 1 <= len(name) <= MAX_ADAPTER_NAME_CHARS:
+            raise InvalidParameterError("lora_name", f"must have 1 to {MAX_ADAPTER_NAME_CHARS} characters", name)
+        if name in self.adapters:
+            raise InvalidParameterError("lora_name", "must not be that of another adapter", name)
+        self._num_adapters += 1
+        self.adapters[name] = Adapter(adapter_id=self._num_adapters, name=name, path=path)
+        return self.adapters[name]
+
+    def _send_adapters(self) -> None:
+        """Have an engine that starts load what there is, before any request."""
+        self._first_loads.clear()
+        for name, adapter in self.adapters.items():
+            self._num_commands += 1
+            self._client.control(
+                ControlEngine(self._num_commands, "load_adapter", adapter_id=adapter.adapter_id, path=adapter.path)
+            )
+            self._first_loads[self._num_commands] = name
+            self.adapters[name] = msgspec.structs.replace(adapter, is_loaded=True)
 
     async def flush_cache(self) -> bool:
         """Forget cached prefixes that no running request uses; whether none are left."""
@@ -349,16 +436,38 @@ class AsyncLLM:
                     self.kernels = reply.kernels
                     self.device = reply.device
                     self.num_threads = reply.num_threads
-                    if self._state == "starting":
-                        self._state, self._detail = "ok", ""
-                    self._ready.set()
+                    self._begin_to_serve()
                 case ControlAnswer():
+                    name = self._first_loads.pop(reply.number, None)
+                    if name is not None:
+                        if reply.problem:
+                            self._give_up_adapter(name, reply.problem)
+                        self._begin_to_serve()
                     answer = self._answers.get(reply.number)
                     if answer is not None and not answer.done():
                         answer.set_result(reply)
                 case EngineFailed():
                     logger.error("the engine failed: %s\n%s", reply.cause, reply.detail)
                     raise EngineDeadError(reply.cause)
+
+    def _begin_to_serve(self) -> None:
+        """Once the engine is there, with all adapters."""
+        if self._first_loads:
+            return
+        if self._state == "starting":
+            self._state, self._detail = "ok", ""
+        self._ready.set()
+
+    def _give_up_adapter(self, name: str, problem: str) -> None:
+        """One that an engine could not load as it started; only the first engine does not start without it.
+
+        Raises:
+            EngineDeadError: it is the first.
+        """
+        if not self._ready.is_set():
+            raise EngineDeadError(f"the LoRA adapter {name} cannot be loaded: {problem}")
+        logger.error("the LoRA adapter %s cannot be loaded any more: %s", name, problem)
+        self.adapters.pop(name, None)
 
     def _deliver(self, step: EngineOutputs) -> None:
         if step.stats is not None:
@@ -396,6 +505,7 @@ class AsyncLLM:
         logger.error("restarting the engine (%d of %d): %s", self._num_restarts, MAX_RESTARTS, error.message)
         self._client = self._start_engine()
         self._client.use_vocabulary(self._vocabulary)
+        self._send_adapters()
         self.is_paused = self.is_sleeping = False
         return True
 

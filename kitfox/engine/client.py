@@ -46,15 +46,33 @@ class UseVocabulary(msgspec.Struct, tag="vocabulary", frozen=True):
     vocabulary: Vocabulary
 
 
-Command = Literal["trace", "flush_cache", "pause", "resume", "sleep", "wake_up", "start_profile", "stop_profile"]
+Command = Literal[
+    "trace",
+    "flush_cache",
+    "pause",
+    "resume",
+    "sleep",
+    "wake_up",
+    "start_profile",
+    "stop_profile",
+    "load_adapter",
+    "unload_adapter",
+]
 
 
 class ControlEngine(msgspec.Struct, tag="control", frozen=True):
-    """Do something between two steps; a `ControlAnswer` of the same number follows. Only "trace" has a request_id."""
+    """Do something between two steps; a `ControlAnswer` of the same number follows.
+
+    Attributes:
+        request_id: for "trace".
+        adapter_id: for "load_adapter", which has a path too, and "unload_adapter".
+    """
 
     number: int
     command: Command
     request_id: str = ""
+    adapter_id: int = 0
+    path: str = ""
 
 
 class StopEngine(msgspec.Struct, tag="stop", frozen=True):
@@ -80,12 +98,13 @@ class StepDone(msgspec.Struct, tag="step", frozen=True):
 
 
 class ControlAnswer(msgspec.Struct, tag="control", frozen=True):
-    """What a command came to: whether it could be done in full, the engine afterwards, and what it asked for."""
+    """What a command came to: whether it was done in full, or why not; the engine afterwards; what was asked for."""
 
     number: int
     done: bool
     stats: EngineStats
     events: list[TraceEvent] = []
+    problem: str = ""
 
 
 class EngineFailed(msgspec.Struct, tag="failed", frozen=True):

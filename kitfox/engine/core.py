@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from pathlib import Path
 from typing import Protocol
 
 from kitfox.engine.scheduler import Scheduler
@@ -34,6 +35,12 @@ class StepExecutor(Protocol):
             bitmasks: asked for once the logits are there.
         """
 
+    def load_adapter(self, adapter_id: int, path: Path) -> None:
+        """Read a LoRA adapter; a WeightsError says why it cannot be had."""
+
+    def remove_adapter(self, adapter_id: int) -> None:
+        """Forget one that no request uses."""
+
     def release_kv_cache(self) -> None:
         """Give the KV cache's memory back, with what is in it; no tokens until `restore_kv_cache`."""
 
@@ -51,6 +58,7 @@ class EngineCore:
         self.is_paused = False
         self.is_sleeping = False
         self._refused: list[EngineOutput] = []
+        self._leaving_adapters: set[int] = set()
 
     @property
     def has_work(self) -> bool:
@@ -128,6 +136,8 @@ class EngineCore:
         stats.step_time_s = time.monotonic() - started
         if self.scheduler.speculator is not None:
             self.scheduler.speculator.observe_step(num_tokens, stats.step_time_s)
+        if self._leaving_adapters:
+            self._remove_adapters()
         return EngineOutputs(outputs=refused + news, stats=stats)
 
     # ---- control: between steps ---------------------------------------------------------------------------------
@@ -142,6 +152,17 @@ class EngineCore:
     def flush_cache(self) -> bool:
         """Forget cached prefixes that no request uses; whether none are left."""
         return self.scheduler.kv_cache.reset()
+
+    def unload_adapter(self, adapter_id: int) -> None:
+        """Forget an adapter once the requests that use it have ended."""
+        self._leaving_adapters.add(adapter_id)
+        self._remove_adapters()
+
+    def _remove_adapters(self) -> None:
+        used = {request.adapter_id for request in self.scheduler.requests.values()}
+        for adapter_id in self._leaving_adapters - used:
+            self.executor.remove_adapter(adapter_id)
+        self._leaving_adapters &= used
 
     def sleep(self) -> bool:
         """Give the KV cache's memory back until `wake_up`. False, with nothing changed, while there are requests."""

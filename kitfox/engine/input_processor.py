@@ -77,6 +77,7 @@ class InputProcessor:
         priority: int = 0,
         cache_salt: str | None = None,
         pooling: Pooling | None = None,
+        adapter_id: int = 0,
     ) -> list[EngineRequest]:
         """One engine request for each of the n answers.
 
@@ -96,6 +97,8 @@ class InputProcessor:
         StopAutomaton(sampling.stop_regex)  # refuses what it cannot match
         if cache_salt is not None and not 1 <= len(cache_salt) <= MAX_CACHE_SALT_CHARS:
             raise InvalidParameterError("cache_salt", f"must have 1 to {MAX_CACHE_SALT_CHARS} characters", cache_salt)
+        if cache_salt is not None and cache_salt.startswith("\0"):
+            raise InvalidParameterError("cache_salt", "must not begin with NUL", cache_salt)
         if not -(2**31) <= priority < 2**31:
             raise InvalidParameterError("priority", "must fit in 32 bits", priority)
         max_tokens = self._resolve_max_tokens(len(prompt_token_ids), sampling)
@@ -125,6 +128,7 @@ class InputProcessor:
                 cache_salt=cache_salt,
                 leader_id=None if index == 0 else request_id,
                 pooling=pooling,
+                adapter_id=adapter_id,
             )
             for index in range(sampling.n)
         ]

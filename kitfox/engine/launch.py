@@ -32,6 +32,7 @@ from kitfox.engine.client import (
 )
 from kitfox.engine.core import EngineCore
 from kitfox.engine.scheduler import Scheduler
+from kitfox.errors import ConfigError, WeightsError
 from kitfox.kv_cache.manager import make_kv_cache_manager
 from kitfox.spec_decode.proposer import Proposer
 from kitfox.spec_decode.speculator import Speculator
@@ -183,7 +184,7 @@ def _serve_requests(
 
 def obey(core: EngineCore, message: ControlEngine) -> ControlAnswer:
     """Do what a command says, between two steps."""
-    done = True
+    done, problem = True, ""
     events: list[TraceEvent] = []
     match message.command:
         case "trace":
@@ -202,7 +203,14 @@ def obey(core: EngineCore, message: ControlEngine) -> ControlAnswer:
             core.tracer.start_profile()
         case "stop_profile":
             events = core.tracer.stop_profile()
-    return ControlAnswer(message.number, done, core.scheduler.stats(), events)
+        case "load_adapter":
+            try:
+                core.executor.load_adapter(message.adapter_id, Path(message.path))
+            except WeightsError as error:
+                done, problem = False, str(error)
+        case "unload_adapter":
+            core.unload_adapter(message.adapter_id)
+    return ControlAnswer(message.number, done, core.scheduler.stats(), events, problem)
 
 
 def async_llm(config: EngineConfig) -> AsyncLLM:
@@ -214,6 +222,7 @@ def async_llm(config: EngineConfig) -> AsyncLLM:
     from kitfox.engine.async_llm import AsyncLLM
     from kitfox.engine.client import ProcessClient
     from kitfox.plan import make_plan, settle
+    from kitfox.weights.adapters import read_adapter_config
     from kitfox.weights.hub import resolve_model
     from kitfox.weights.model_config import read_generation_defaults, read_model_config
 
@@ -221,6 +230,11 @@ def async_llm(config: EngineConfig) -> AsyncLLM:
     model_config = read_model_config(path)
     plan = make_plan(config, model_config)
     config = settle(config, plan)
+    for name, directory in config.adapters.modules:
+        try:
+            read_adapter_config(Path(directory))
+        except WeightsError as error:
+            raise ConfigError(f"--lora-modules {name}: {error}", param="lora_modules") from None
     return AsyncLLM(
         config,
         model_config,

@@ -8,6 +8,7 @@ from typing import Any
 
 from kitfox.config import (
     POOLINGS,
+    AdapterOptions,
     CacheConfig,
     DeviceConfig,
     EngineConfig,
@@ -72,6 +73,8 @@ class LLM:
         )
         self._output_processor = OutputProcessor(self.tokenizer)
         self._num_requests = 0
+        self._adapters: dict[str, int] = {}
+        self._num_adapters = 0
 
     @property
     def stats(self) -> EngineStats:
@@ -85,6 +88,7 @@ class LLM:
         use_tqdm: bool = True,
         priority: Sequence[int] | None = None,
         cache_salt: str | None = None,
+        adapter: str | None = None,
     ) -> list[RequestOutput]:
         """Answer every prompt; the answers come in the order of the prompts.
 
@@ -92,6 +96,7 @@ class LLM:
             prompts: texts, lists of token ids, or `{"prompt": ...}` / `{"prompt_token_ids": ...}`; one or several.
             sampling_params: one for all, or one for each; None means `default_sampling_params`.
             use_tqdm: show a progress bar.
+            adapter: a LoRA adapter by the name that `load_adapter` gave it.
 
         Raises:
             RequestError: one of the prompts or its parameters is wrong; none is then started.
@@ -100,14 +105,41 @@ class LLM:
         wanted = sampling_params or SamplingParams(**self.default_sampling_params)
         params = _one_for_each(wanted, len(encoded), "sampling_params")
         priorities = _one_for_each(priority or 0, len(encoded), "priority")
+        if adapter is not None and adapter not in self._adapters:
+            raise InvalidParameterError("adapter", "must be one that is loaded", adapter)
+        adapter_id = 0 if adapter is None else self._adapters[adapter]
         checked = []
         for (text, token_ids), sampling, rank in zip(encoded, params, priorities, strict=True):
             self._num_requests += 1
             requests = self._input_processor.process(
-                token_ids, sampling, request_id=str(self._num_requests), priority=rank, cache_salt=cache_salt
+                token_ids,
+                sampling,
+                request_id=str(self._num_requests),
+                priority=rank,
+                cache_salt=cache_salt,
+                adapter_id=adapter_id,
             )
             checked.append((requests, sampling, text))
         return self._answer(checked, use_tqdm)
+
+    def load_adapter(self, name: str, path: str | Path) -> None:
+        """Load a LoRA adapter from a directory, as PEFT writes them.
+
+        Raises:
+            InvalidParameterError: another one has this name.
+            WeightsError: it is none, or does not fit the model.
+        """
+        if name in self._adapters:
+            raise InvalidParameterError("name", "must not be that of another adapter", name)
+        self._num_adapters += 1
+        self._client.core.executor.load_adapter(self._num_adapters, Path(path))
+        self._adapters[name] = self._num_adapters
+
+    def unload_adapter(self, name: str) -> None:
+        """Forget an adapter."""
+        if name not in self._adapters:
+            raise InvalidParameterError("name", "must be an adapter that is loaded", name)
+        self._client.core.unload_adapter(self._adapters.pop(name))
 
     def chat(
         self,
@@ -215,6 +247,7 @@ def config_from_options(model: str, options: dict[str, Any]) -> EngineConfig:
         ("device", DeviceConfig),
         ("structured_output", StructuredOutputConfig),
         ("speculation", SpeculationConfig),
+        ("adapters", AdapterOptions),
     ):
         known = {key: values.pop(key) for key in list(values) if key in section.__dataclass_fields__ and key != "model"}
         if name == "model":

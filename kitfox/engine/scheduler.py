@@ -187,6 +187,8 @@ class Scheduler:
         for request in self._admission_order():
             if step.token_budget == 0 or len(self.running) >= self.config.max_num_seqs:
                 return
+            if self._waits_for_adapter(request):
+                continue
             # Matched only now: what an earlier admission of this step evicted must not be found.
             prefix = self.kv_cache.match_prefix(request)
             if self._waits_for_shared_prefix(request, prefix):
@@ -210,6 +212,7 @@ class Scheduler:
                     block_ids=allocation.block_ids,
                     num_computed_tokens=request.num_computed_tokens,
                     pooling=request.pooling,
+                    adapter_id=request.adapter_id,
                 )
             )
             request.unsent = []
@@ -244,6 +247,13 @@ class Scheduler:
             return request.status is not RequestStatus.PREEMPTED, -self.kv_cache.match_prefix(request).num_tokens
 
         return sorted(self.waiting, key=longest_match_first)
+
+    def _waits_for_adapter(self, request: Request) -> bool:
+        """Whether those that run have as many adapters as there may be, and not this one's."""
+        if self.config.max_running_adapters is None or not request.adapter_id:
+            return False
+        running = {other.adapter_id for other in self.running} - {0}
+        return request.adapter_id not in running and len(running) >= self.config.max_running_adapters
 
     def _waits_for_shared_prefix(self, request: Request, prefix: PrefixMatch) -> bool:
         """Whether another request is just computing a prefix that this one can take from the cache a step later."""

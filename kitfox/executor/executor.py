@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from kitfox.config import EngineConfig, ModelConfig
-from kitfox.errors import ConfigError
+from kitfox.errors import ConfigError, WeightsError
 from kitfox.executor.model_runner import ModelRunner
 from kitfox.kernels import library
 from kitfox.kernels.interface import Kernels
@@ -22,6 +22,7 @@ from kitfox.kernels.torch_kernels import TorchKernels
 from kitfox.models import make_model
 from kitfox.plan import Precision, resolve_max_model_len, resolve_precision
 from kitfox.step import FilledBitmasks, ModelRunnerOutput, SchedulerOutput
+from kitfox.weights.adapters import read_adapter_config, read_adapter_weights
 
 logger = logging.getLogger("kitfox.executor")
 
@@ -54,6 +55,7 @@ class Executor:
             self.model.load_weights(iter_weights(path, model_config, keep_quantized=self.kernels.keeps_quantized))
         on_phase("load weights", time.monotonic() - started)
         started = time.monotonic()
+        self._max_rank = config.adapters.max_rank
         self._num_blocks, self._block_size = num_blocks, config.cache.block_size
         self._kv_shapes = [(model_config.num_kv_heads, model_config.head_dim)] * model_config.num_layers
         self._make_runner = partial(
@@ -95,6 +97,21 @@ class Executor:
         runner = self._make_runner(self.model.first_layers(count), self.runner.kv_caches)
         self._partial_runners.append(runner)
         return runner
+
+    def load_adapter(self, adapter_id: int, path: Path) -> None:
+        """Read a LoRA adapter.
+
+        Raises:
+            WeightsError: it is none, or does not fit the model.
+        """
+        config = read_adapter_config(path)
+        if config.rank > self._max_rank:
+            limit = f"must be <= {self._max_rank} (--max-lora-rank)"
+            raise WeightsError(f"the adapter's rank {limit}. Given: {config.rank}")
+        self.model.add_adapter(adapter_id, read_adapter_weights(path, config))
+
+    def remove_adapter(self, adapter_id: int) -> None:
+        self.model.remove_adapter(adapter_id)
 
     def add_layer(self, num_kv_heads: int, head_dim: int, feature_layers: tuple[int, ...]) -> None:
         """Have a head's layer in the KV cache, which is emptied, and the model keep what some of its layers read.

@@ -32,6 +32,7 @@ class RequestRow:
     is_plain_greedy: bool
     num_drafts: int = 0  # guesses behind its tokens, in this step
     pooling: Pooling | None = None
+    adapter_id: int = 0
     hidden_sum: torch.Tensor | None = None  # of the tokens computed so far, for mean pooling
 
 
@@ -111,6 +112,7 @@ class InputBatch:
             seed=self._seed_of(new.request_id) if seed is None else seed,
             is_plain_greedy=is_plain_greedy(new.sampling, new.stop_token_ids),
             pooling=new.pooling,
+            adapter_id=new.adapter_id,
         )
 
     def _seed_of(self, request_id: str) -> int:

@@ -85,7 +85,7 @@ class ModelRunner:
             return ModelRunnerOutput()
         step = self.input_batch.gather(scheduled.num_scheduled_tokens)
         batch = self._forward_batch(step)
-        hidden = self.forward(batch)
+        hidden = self.forward(batch, captured=not batch.adapter_rows)
         if self.on_states is not None:
             self.on_states(step, hidden if batch.features is None else batch.features)
         prompt = self._prompt_logprobs(step, hidden)
@@ -130,6 +130,7 @@ class ModelRunner:
             kv_caches=self.kv_caches,
             attention=self.attention,
             features=self._features(len(step.token_ids)),
+            adapter_rows=_adapter_rows(step),
         )
 
     def _features(self, num_tokens: int) -> torch.Tensor | None:
@@ -271,3 +272,10 @@ class ModelRunner:
             native=self.native_sampler,
             named=row.sampling.logprob_token_ids,
         )
+
+
+def _adapter_rows(step: StepInputs) -> list[tuple[int, slice]]:
+    """The rows of each request with an adapter."""
+    starts = step.query_start_loc.tolist()
+    places = zip(step.rows, starts, starts[1:], strict=False)
+    return [(row.adapter_id, slice(start, end)) for row, start, end in places if row.adapter_id]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ class Kernels(ABC):
         keeps_quantized: whether a checkpoint's quantised matrices are wanted as they are stored.
         description: for the user, at start.
         num_threads: that compute on a CPU; 0 on another device.
+        adapter_rows: adapters by id, and the rows of the step at hand that go through them.
     """
 
     device: torch.device
@@ -32,6 +34,7 @@ class Kernels(ABC):
     keeps_quantized: bool
     description: str
     num_threads: int
+    adapter_rows: Sequence[tuple[int, slice]] = ()
 
     @abstractmethod
     def matrix(self, weight: Tensor | QuantizedWeight, *, is_head: bool = False) -> Matrix:
@@ -39,6 +42,10 @@ class Kernels(ABC):
 
         is_head: it makes logits, which 8 bits must treat with more care.
         """
+
+    @abstractmethod
+    def adapter_matrix(self, weight: Tensor) -> Matrix:
+        """A matrix of an adapter, as `matrix`, but in floats whatever form the model's own have."""
 
     @abstractmethod
     def vector(self, weight: Tensor) -> Tensor:

@@ -109,6 +109,9 @@ class NativeKernels(Kernels):
         weight = weight.contiguous()
         return self._pack_int8(weight) if self._int8 else self._pack_floats(weight)
 
+    def adapter_matrix(self, weight: Tensor) -> PackedMatrix:
+        return self._pack_floats(weight.float().contiguous())
+
     def _pack_floats(self, weight: Tensor) -> PackedMatrix:
         struct = WeightStruct(format=_FORMATS[self.dtype], num_rows=weight.shape[0], num_columns=weight.shape[1])
         panels = self._allocate_panels(struct)

@@ -36,6 +36,9 @@ class TorchKernels(Kernels):
             return quantize(weight.to(self.device))
         return weight.to(self.device, self.activation_dtype, copy=True)
 
+    def adapter_matrix(self, weight: Tensor) -> Matrix:
+        return weight.to(self.device, self.activation_dtype, copy=True)
+
     def vector(self, weight: Tensor) -> Tensor:
         return weight.to(self.device, self.activation_dtype, copy=True)
 

@@ -9,7 +9,11 @@ from kitfox.layers.weights import place
 
 
 class Linear(nn.Module):
-    """y = x @ weight.T + bias, with weight [O, I]."""
+    """y = x @ weight.T + bias, with weight [O, I], and for the rows of an adapter also (x @ down.T) @ up.T.
+
+    Attributes:
+        adapters: down [r, I] and up [O, r] of each, by its id.
+    """
 
     weight: Matrix
     bias: Tensor | None
@@ -19,7 +23,14 @@ class Linear(nn.Module):
         self.kernels = kernels
         self.weight = place(out_size, in_size)
         self.bias = place(out_size) if bias else None
+        self.adapters: dict[int, tuple[Matrix, Matrix]] = {}
+        self.shape = out_size, in_size
 
     def forward(self, x: Tensor) -> Tensor:
         """x [T, I] to [T, O]."""
-        return self.kernels.linear(x, self.weight, self.bias)
+        out = self.kernels.linear(x, self.weight, self.bias)
+        for adapter_id, rows in self.kernels.adapter_rows:
+            if adapter_id in self.adapters:
+                down, up = self.adapters[adapter_id]
+                out[rows] += self.kernels.linear(self.kernels.linear(x[rows], down), up)
+        return out

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Self
 
 import torch
@@ -17,6 +17,7 @@ from kitfox.kernels import reference
 from kitfox.kernels.interface import Kernels
 from kitfox.kernels.quantized import QuantizedWeight
 from kitfox.layers.embedding import Embedding
+from kitfox.layers.linear import Linear
 from kitfox.layers.norm import RMSNorm
 from kitfox.layers.weights import empty_places
 
@@ -58,6 +59,7 @@ class Model(nn.Module, ABC):
 
     def forward(self, batch: ForwardBatch) -> Tensor:
         """The hidden states after the final norm, [T, hidden]."""
+        self.kernels.adapter_rows = batch.adapter_rows
         x = self.embed(batch.token_ids)
         for index, layer in enumerate(self.layers):
             if index in self.feature_layers:
@@ -65,6 +67,7 @@ class Model(nn.Module, ABC):
                 column = self.feature_layers.index(index) * self.config.hidden_size
                 self.kernels.keep(x, batch.features, column)
             x = layer(x, batch, self.table_of(index))
+        self.kernels.adapter_rows = ()
         return self.norm(x)
 
     def first_layers(self, count: int) -> Self:
@@ -72,6 +75,30 @@ class Model(nn.Module, ABC):
         early = copy.copy(self)
         early._modules = {**self._modules, "layers": self.layers[:count]}
         return early
+
+    def add_adapter(self, adapter_id: int, matrices: Mapping[str, tuple[Tensor, Tensor]]) -> None:
+        """Have an adapter's matrices beside those of the layers that they are for.
+
+        Raises:
+            WeightsError: there is no such linear layer, or it has another shape. Nothing is kept then.
+        """
+        linears = {name: layer for name, layer in self.named_modules() if isinstance(layer, Linear)}
+        for name, (down, up) in matrices.items():
+            layer = linears.get(name)
+            if layer is None:
+                raise WeightsError(f"the adapter changes {name[:120]}, which is no linear layer of this model")
+            given = (up.shape[0], down.shape[1])
+            if given != layer.shape:
+                raise WeightsError(f"the adapter's {name} is {list(given)}, the model's {list(layer.shape)}")
+        for name, (down, up) in matrices.items():
+            made = self.kernels.adapter_matrix(down), self.kernels.adapter_matrix(up)
+            linears[name].adapters[adapter_id] = made
+
+    def remove_adapter(self, adapter_id: int) -> None:
+        """Forget an adapter."""
+        for layer in self.modules():
+            if isinstance(layer, Linear):
+                layer.adapters.pop(adapter_id, None)
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """hidden [n, hidden] to [n, V] float32."""

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 from kitfox.config import CacheConfig, SchedulerConfig
 from kitfox.engine.core import EngineCore
 from kitfox.engine.scheduler import Scheduler
+from kitfox.errors import WeightsError
 from kitfox.kv_cache.manager import make_kv_cache_manager
 from kitfox.request import EngineRequest, SamplingParams
 from kitfox.step import FilledBitmasks, ModelRunnerOutput, SchedulerOutput
@@ -32,6 +34,15 @@ class FakeExecutor:
         self.block_ids: dict[str, list[int]] = {}
         self.steps: list[SchedulerOutput] = []
         self.has_kv_cache = True
+        self.adapters: dict[int, Path] = {}
+
+    def load_adapter(self, adapter_id: int, path: Path) -> None:
+        if path.name == "broken":
+            raise WeightsError("it is broken")
+        self.adapters[adapter_id] = path
+
+    def remove_adapter(self, adapter_id: int) -> None:
+        del self.adapters[adapter_id]
 
     def release_kv_cache(self) -> None:
         assert self.has_kv_cache

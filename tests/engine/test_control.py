@@ -8,16 +8,16 @@ from pathlib import Path
 
 import pytest
 
-from kitfox.config import EngineConfig, ModelConfig
+from kitfox.config import AdapterOptions, EngineConfig, ModelConfig
 from kitfox.engine.async_llm import AsyncLLM
 from kitfox.engine.client import ControlEngine, EngineReady, EngineReply, StepDone
 from kitfox.engine.core import EngineCore
 from kitfox.engine.launch import obey
-from kitfox.errors import AsleepError, EngineBusyError, EngineDeadError
+from kitfox.errors import AsleepError, EngineBusyError, EngineDeadError, InvalidParameterError
 from kitfox.outputs import RequestOutput
 from kitfox.request import EngineRequest, FinishReason, SamplingParams
 from kitfox.structured_output.vocabulary import Vocabulary
-from tests.engine.fakes import make_core, request, run
+from tests.engine.fakes import FakeExecutor, make_core, request, run
 from tests.test_tokenizer import byte_tokenizer
 
 # ---- the core --------------------------------------------------------------------------------------------------------
@@ -136,7 +136,11 @@ class LocalClient:
         pass
 
 
-def with_llm(monkeypatch: pytest.MonkeyPatch, work: Callable[[AsyncLLM, LocalClient], Awaitable[None]]) -> None:
+def with_llm(
+    monkeypatch: pytest.MonkeyPatch,
+    work: Callable[[AsyncLLM, LocalClient], Awaitable[None]],
+    adapters: AdapterOptions = AdapterOptions(),  # noqa: B008 (it is frozen)
+) -> None:
     """Run work with an engine that counts: the token after T is T + 1."""
     monkeypatch.setattr("kitfox.engine.async_llm.load_tokenizer", lambda *_: byte_tokenizer())
     model_config = ModelConfig("LlamaForCausalLM", 256, 8, 8, 1, 1, 1, 8, 512)
@@ -149,8 +153,8 @@ def with_llm(monkeypatch: pytest.MonkeyPatch, work: Callable[[AsyncLLM, LocalCli
             return clients[-1]
 
         llm = AsyncLLM(
-            EngineConfig(), model_config, Path("none"), max_model_len=200, num_blocks=64, start_engine=start,  # type: ignore[arg-type]
-            default_sampling_params={},
+            EngineConfig(adapters=adapters), model_config, Path("none"), max_model_len=200, num_blocks=64,
+            start_engine=start, default_sampling_params={},  # type: ignore[arg-type]
         )  # fmt: skip
         await llm.wait_until_ready()
         await work(llm, clients[-1])
@@ -278,3 +282,69 @@ def test_a_command_to_an_engine_that_dies_is_an_error(monkeypatch: pytest.Monkey
         assert tokens_of(await read(llm, "r", max_tokens=2)) == [67, 68]
 
     with_llm(monkeypatch, work)
+
+
+# ---- adapters --------------------------------------------------------------------------------------------------------
+
+ADAPTERS = AdapterOptions(enabled=True, modules=(("a", "/adapters/a"),), max_loaded=2)
+
+
+def test_adapters_come_and_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def work(llm: AsyncLLM, client: LocalClient) -> None:
+        executor = client.core.executor
+        assert isinstance(executor, FakeExecutor)
+        assert executor.adapters == {1: Path("/adapters/a")}
+        added = await llm.load_adapter("b", "/adapters/b")
+        assert (added.adapter_id, added.is_loaded, list(llm.adapters)) == (2, True, ["a", "b"])
+        sampling = SamplingParams(max_tokens=3, temperature=0)
+        stream = await llm.add_request([65, 66], sampling, request_id="r", adapter="b")
+        assert client.core.scheduler.requests["r"].adapter_id == 2
+        await llm.unload_adapter("b")
+        assert sorted(executor.adapters) == [1, 2]  # in use
+        assert tokens_of([output async for output in stream]) == [67, 68, 69]
+        assert sorted(executor.adapters) == [1]
+        with pytest.raises(InvalidParameterError, match="must be an adapter that is loaded"):
+            await llm.add_request([65], sampling, request_id="s", adapter="b")
+        assert (await llm.load_adapter("b", "/adapters/b")).adapter_id == 3
+
+    with_llm(monkeypatch, work, ADAPTERS)
+
+
+def test_adapters_that_cannot_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def work(llm: AsyncLLM, client: LocalClient) -> None:
+        with pytest.raises(InvalidParameterError, match=r"cannot be loaded: it is broken"):
+            await llm.load_adapter("b", "/adapters/broken")
+        for name in ("a", "", "x" * 257):
+            with pytest.raises(InvalidParameterError):
+                await llm.load_adapter(name, "/adapters/b")
+        with pytest.raises(InvalidParameterError):
+            await llm.unload_adapter("b")
+        await llm.load_adapter("b", "/adapters/b")
+        with pytest.raises(InvalidParameterError, match="at most 2"):
+            await llm.load_adapter("c", "/adapters/c")
+        assert list(llm.adapters) == ["a", "b"]
+
+    with_llm(monkeypatch, work, ADAPTERS)
+
+
+def test_a_new_engine_gets_the_adapters_of_the_old_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def work(llm: AsyncLLM, client: LocalClient) -> None:
+        await llm.load_adapter("b", "/adapters/b")
+        client.dies = True
+        await until(lambda: llm.health == "starting")
+        await until(lambda: llm.health == "ok")
+        executor = llm._client.core.executor  # type: ignore[attr-defined]
+        assert executor.adapters == {1: Path("/adapters/a"), 2: Path("/adapters/b")}
+        sampling = SamplingParams(max_tokens=2, temperature=0)
+        stream = await llm.add_request([65, 66], sampling, request_id="r", adapter="b")
+        assert tokens_of([output async for output in stream]) == [67, 68]
+
+    with_llm(monkeypatch, work, ADAPTERS)
+
+
+def test_an_engine_does_not_start_without_its_adapters(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def work(llm: AsyncLLM, client: LocalClient) -> None:
+        raise AssertionError("it started")
+
+    with pytest.raises(EngineDeadError, match="the LoRA adapter a cannot be loaded: it is broken"):
+        with_llm(monkeypatch, work, AdapterOptions(enabled=True, modules=(("a", "/adapters/broken"),)))

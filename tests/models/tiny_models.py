@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -121,12 +121,14 @@ class PagedRun:
 
     Attributes:
         captured: replay a recorded forward pass instead of calling the model's.
+        adapters: the adapter of a request, by its index.
     """
 
     model: Model
     prompts: list[Tensor]
     block_size: int = 16
     captured: bool = False
+    adapters: dict[int, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         config, length = self.model.config, max(len(prompt) for prompt in self.prompts)
@@ -157,15 +159,19 @@ class PagedRun:
             self.num_computed[request] += count
             ends.append(self.num_computed[request])
         counts = list(chunks.values())
+        query_start_loc = torch.tensor([0, *counts]).cumsum(0).int()
+        starts = query_start_loc.tolist()
+        rows = {request: slice(*starts[index : index + 2]) for index, request in enumerate(chunks)}
         batch = ForwardBatch(
             token_ids=torch.cat(ids),
             positions=torch.cat(positions),
             slot_mapping=torch.cat(slots),
             block_table=self.block_table[list(chunks)],
             seq_lens=torch.tensor(ends, dtype=torch.int32),
-            query_start_loc=torch.tensor([0, *counts]).cumsum(0).int(),
+            query_start_loc=query_start_loc,
             kv_caches=self.kv_caches,
             attention=self.attention,
+            adapter_rows=[(self.adapters[request], rows[request]) for request in chunks if request in self.adapters],
         )
         self.attention.plan(batch)
         logits = self.model.compute_logits(self.forward(batch))
