@@ -100,8 +100,8 @@ def serve_dialect(dialect: Dialect, argv: Sequence[str]) -> None:
     address = f"unix:{options.uds}" if options.uds else f"{scheme}://{options.host}:{options.port}{options.root_path}"
     threading.Thread(target=_announce, args=(llm, address, started), daemon=True).start()
     serve(llm, options)
-    if not llm.phases:
-        raise EngineDeadError(f"the engine did not start: {llm.health_detail}")
+    if llm.health == "dead":
+        raise EngineDeadError(f"the engine {'failed' if llm.has_served else 'did not start'}: {llm.health_detail}")
 
 
 def _check_address(options: ServerOptions) -> None:

@@ -132,6 +132,7 @@ class SchedulerConfig:
         enable_chunked_prefill: a prompt may be split over steps; off, it must fit the budget whole.
         long_prefill_token_threshold: cap on one prompt's share of a step while others wait; 0 means none.
         max_num_queued_requests: waiting requests beyond this are refused with 429.
+        max_running_adapters: most LoRA adapters among the running requests; None is no limit.
     """
 
     policy: SchedulingPolicy = "fcfs"

@@ -28,6 +28,7 @@ from kitfox.config import (
     SCHEDULING_POLICIES,
     SPECULATION_METHODS,
     STRUCTURED_BACKENDS,
+    AdapterOptions,
     CacheConfig,
     DeviceConfig,
     EngineConfig,
@@ -145,6 +146,24 @@ def json_object(text: str) -> dict[str, Any]:
     return value
 
 
+def adapter_module(text: str) -> tuple[str, str]:
+    """Name and directory of an adapter: NAME=PATH, an object of either engine's, or a bare PATH, whose name is ""."""
+    if not text.startswith("{"):
+        name, equals, path = text.partition("=")
+        name, path = (name, path) if equals else ("", text)
+        if (equals and not name) or not path:
+            raise argparse.ArgumentTypeError(f"must be NAME=PATH. Given: {text!r}")
+        return name, path
+    given = json_object(text)
+    for keys in (("name", "path"), ("lora_name", "lora_path")):
+        # There is one model, and no adapter is evicted, whatever an object says of that.
+        if set(keys) <= set(given) <= {*keys, "base_model_name", "pinned"}:
+            name, path = (given[key] for key in keys)
+            if isinstance(name, str) and isinstance(path, str) and name and path:
+                return name, path
+    raise argparse.ArgumentTypeError(f'must be NAME=PATH or {{"name": NAME, "path": PATH}}. Given: {text!r}')
+
+
 def one_of(*words: str, **aliases: str) -> Callable[[str], str]:
     """One of some words; an alias is another way to write one of them."""
 
@@ -199,7 +218,6 @@ ACCESS, OBSERVING, PARALLEL, FEATURES, SPEED = "Access", "Observing", "Paralleli
 NOT_BUILT = "is not built yet"
 NO_PARALLEL = "several devices are not supported yet"
 NO_TREE = "trees of guesses are not built yet: an answer has one guess for each place"
-NO_LORA = "LoRA adapters are not built yet"
 NO_OFFLOAD = "offloading to other memory is not built yet"
 NO_CAPTURE = "captured or compiled steps are not built yet; kitfox runs eagerly"
 NO_OVERLAP = "overlapped scheduling is not built yet"
@@ -1029,12 +1047,63 @@ FLAGS: tuple[Flag, ...] = (
         "server.reasoning_parser",
         one_of("auto", "none", *REASONING_MARKS, **REASONING_PARSER_ALIASES),
     ),
-    Flag("adapters", FEATURES, "--enable-lora", "--enable-lora", switch=True, unsupported=NO_LORA),
-    Flag("adapters", FEATURES, "--lora-modules", "--lora-paths", many=True, unsupported=NO_LORA),
-    Flag("adapters in a step", FEATURES, "--max-loras", "--max-loras-per-batch", unsupported=NO_LORA),
-    Flag("adapter rank", FEATURES, "--max-lora-rank", "--max-lora-rank", unsupported=NO_LORA),
-    Flag("adapters in memory", FEATURES, "--max-cpu-loras", "", unsupported=NO_LORA),
-    Flag("adapter eviction", FEATURES, "", "--lora-eviction-policy", unsupported=NO_LORA),
+    Flag(
+        "LoRA adapters may be loaded while the server runs",
+        FEATURES,
+        "--enable-lora",
+        "--enable-lora",
+        "adapters.enabled",
+        switch=True,
+    ),
+    Flag(
+        "LoRA adapters to load at the start, as NAME=DIRECTORY; they answer under their names",
+        FEATURES,
+        "--lora-modules",
+        "--lora-paths",
+        "adapters.modules",
+        adapter_module,
+        many=True,
+    ),
+    Flag(
+        "most LoRA adapters whose requests run at a time; others wait",
+        FEATURES,
+        "--max-loras",
+        "--max-loras-per-batch",
+        "scheduler.max_running_adapters",
+        number(1, ANY),
+    ),
+    Flag(
+        "largest rank that a LoRA adapter may have",
+        FEATURES,
+        "--max-lora-rank",
+        "--max-lora-rank",
+        "adapters.max_rank",
+        number(1, 1024),
+    ),
+    Flag(
+        "most LoRA adapters that are loaded at a time",
+        FEATURES,
+        "--max-cpu-loras",
+        "--max-loaded-loras",
+        "adapters.max_loaded",
+        number(1, ANY),
+    ),
+    Flag(
+        "adapter eviction",
+        FEATURES,
+        "",
+        "--lora-eviction-policy",
+        unsupported="an adapter stays loaded until it is unloaded",
+        harmless=("lru", "fifo"),
+    ),
+    Flag(
+        "layers with adapters",
+        FEATURES,
+        "",
+        "--lora-target-modules",
+        unsupported="an adapter may change every linear layer",
+        harmless=("all",),
+    ),
     Flag("POST /sleep is always there", FEATURES, "--enable-sleep-mode", "--enable-memory-saver", switch=True),
     Flag(
         "determinism",
@@ -1231,10 +1300,14 @@ def _read_config_file(dialect: Dialect, path: Path) -> list[str]:
         if switches[name]:
             words += _switch_words(path, name, value, switches)
         elif isinstance(value, list):
-            words += [name, *(str(entry) for entry in value)] if value else []
+            words += [name, *(_value_word(entry) for entry in value)] if value else []
         elif value is not None:
-            words.append(f"{name}={json.dumps(value) if isinstance(value, dict) else value}")
+            words.append(f"{name}={_value_word(value)}")
     return words
+
+
+def _value_word(value: object) -> str:
+    return json.dumps(value) if isinstance(value, dict) else str(value)
 
 
 def _switch_words(path: Path, name: str, value: object, known: dict[str, bool]) -> list[str]:
@@ -1296,11 +1369,12 @@ def _assemble(dialect: Dialect, settings: dict[str, Any]) -> tuple[EngineConfig,
     _settle_scheduling(settings)
     _settle_structured_output(settings)
     _settle_speculation(settings)
+    _settle_adapters(dialect, settings)
     _settle_access(settings)
     for flag in FLAGS:
         if dialect in flag.defaults:
             settings.setdefault(flag.target, flag.defaults[dialect])
-    names = ("model", "cache", "scheduler", "device", "structured_output", "speculation", "server", "")
+    names = ("model", "cache", "scheduler", "device", "structured_output", "speculation", "adapters", "server", "")
     sections: dict[str, dict[str, Any]] = {name: {} for name in names}
     for target, value in settings.items():
         section, _, name = target.rpartition(".")
@@ -1312,6 +1386,7 @@ def _assemble(dialect: Dialect, settings: dict[str, Any]) -> tuple[EngineConfig,
         device=DeviceConfig(**sections["device"]),
         structured_output=StructuredOutputConfig(**sections["structured_output"]),
         speculation=SpeculationConfig(**sections["speculation"]),
+        adapters=AdapterOptions(**sections["adapters"]),
         **sections[""],
     )
     return config, ServerOptions(**sections["server"])
@@ -1455,6 +1530,25 @@ def _settle_speculation(settings: dict[str, Any]) -> None:
             f"{flag}: {method} has no setting {' and no '.join(options)}", param="speculative_config"
         ) from None
     settings["speculation.options"] = options
+
+
+def _settle_adapters(dialect: Dialect, settings: dict[str, Any]) -> None:
+    given = settings.get("adapters.modules")
+    if not given:
+        return
+    flag = "--lora-modules" if dialect == "vllm" else "--lora-paths"
+    modules: dict[str, str] = {}
+    for name, path in given:
+        if not name and dialect == "vllm":  # where a word without "=" is rather MODEL, behind a flag that takes several
+            raise ConfigError(f"{flag} must be NAME=PATH. Is {path!r} the MODEL? Write it before {flag}", param=flag)
+        name = name or path
+        if name in modules:
+            raise ConfigError(f"{flag}: two adapters have the name {name!r}", param=flag)
+        if name in (settings["model.served_model_names"] or (settings.get("model.model", ModelOptions.model),)):
+            raise ConfigError(f"{flag}: {name!r} is the model's own name", param=flag)
+        modules[name] = path
+    settings["adapters.modules"] = tuple(modules.items())
+    settings.setdefault("adapters.enabled", True)
 
 
 def _settle_access(settings: dict[str, Any]) -> None:

@@ -87,6 +87,10 @@ SAMPLES: dict[str, tuple[str, object]] = {
     "structured_output.max_whitespace": ("2", 2),
     "speculation.method": ("NGRAM", "ngram"),
     "speculation.num_draft_tokens": ("5", 5),
+    "adapters.modules": ("sql=/adapters/sql", (("sql", "/adapters/sql"),)),
+    "adapters.max_rank": ("8", 8),
+    "adapters.max_loaded": ("4", 4),
+    "scheduler.max_running_adapters": ("2", 2),
     "device.device": ("cuda:1", "cuda:1"),
     "device.num_threads": ("2", 2),
 }
@@ -158,7 +162,7 @@ class TestTable:
     def test_every_setting_has_a_flag(self) -> None:
         config = EngineConfig()
         settings = {"max_logprobs", "trace_capacity"}
-        for section in ("model", "cache", "scheduler", "device", "structured_output", "speculation"):
+        for section in ("model", "cache", "scheduler", "device", "structured_output", "speculation", "adapters"):
             settings |= {f"{section}.{name}" for name in vars(getattr(config, section))}
         settings.remove("speculation.options")  # made of --speculative-config
         settings |= {f"server.{name}" for name in vars(ServerOptions())}
@@ -354,6 +358,44 @@ class TestDialects:
         assert in_dialect("sglang", text) == "This would fit: --context-length 4096"
         assert in_dialect("vllm", text) == text
         assert in_dialect("sglang", "--dtype bfloat16, --unheard-of 1") == "--dtype bfloat16, --unheard-of 1"
+
+
+class TestAdapters:
+    @pytest.mark.parametrize(("dialect", "flag"), [("vllm", "--lora-modules"), ("sglang", "--lora-paths")])
+    def test_names_and_directories(self, dialect: Dialect, flag: str) -> None:
+        objects = '{"name":"c","path":"/c","base_model_name":"M"} {"lora_name":"d","lora_path":"/d","pinned":true}'
+        adapters = parse(dialect, f"{flag} a=/a b=/b=2 {flag} {objects}")[0].adapters
+        assert adapters.modules == (("a", "/a"), ("b", "/b=2"), ("c", "/c"), ("d", "/d"))
+        assert adapters.enabled
+        assert not parse(dialect, "")[0].adapters.enabled
+
+    def test_a_directory_alone_is_a_name_too_in_sglang(self) -> None:
+        assert parse("sglang", "--lora-paths some/sql")[0].adapters.modules == (("some/sql", "some/sql"),)
+        assert "Is 'M' the MODEL?" in refusal("vllm", "--lora-modules a=/a M")
+
+    @pytest.mark.parametrize(
+        ("line", "words"),
+        [
+            ("a=/a a=/b", "two adapters have the name 'a'"),
+            ("M=/a --model M", "'M' is the model's own name"),
+            ("fox=/a --served-model-name fox", "'fox' is the model's own name"),
+            ("=/a", "must be NAME=PATH"),
+            ("a=", "must be NAME=PATH"),
+            ('{"name":"a"}', "must be NAME=PATH"),
+            ('{"name":"a","path":3}', "must be NAME=PATH"),
+            ('{"name":"a","path":"/a","rank":8}', "must be NAME=PATH"),
+            ('{"name"', "must be a JSON object"),
+            ("a=/a b=/b --max-cpu-loras 1", "must be at most 1 (--max-cpu-loras). Given: 2"),
+        ],
+    )
+    def test_mistakes(self, line: str, words: str) -> None:
+        assert words in refusal("vllm", f"--lora-modules {line}")
+
+    def test_in_a_file(self, tmp_path: Path) -> None:
+        (tmp_path / "fox.yaml").write_text("lora-modules: [a=/a, {name: b, path: /b}]\nmax-loras: 2\n")
+        config, _ = parse("vllm", f"--config {tmp_path / 'fox.yaml'}")
+        assert config.adapters.modules == (("a", "/a"), ("b", "/b"))
+        assert config.scheduler.max_running_adapters == 2
 
 
 class TestRefusals:

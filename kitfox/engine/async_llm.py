@@ -31,6 +31,7 @@ from kitfox.errors import (
     InvalidParameterError,
     KitfoxError,
     QueueFullError,
+    RequestError,
     ShuttingDownError,
 )
 from kitfox.outputs import EngineOutput, EngineOutputs, EngineStats, RequestOutput
@@ -104,6 +105,7 @@ class AsyncLLM:
         self._client.use_vocabulary(self._vocabulary)
         self._answers: dict[int, asyncio.Future[ControlAnswer]] = {}  # awaited ones, by their commands' numbers
         self._num_commands = 0
+        self.has_served = False
         self.adapters: dict[str, Adapter] = {}
         self._first_loads: dict[int, str] = {}  # adapters that an engine loads as it starts, by commands' numbers
         self._num_adapters = 0
@@ -312,8 +314,8 @@ class AsyncLLM:
         """Load a LoRA adapter from a directory. Requests may name it from then on.
 
         Raises:
-            InvalidParameterError: the name is taken, there are as many as there may be, or the directory has no adapter
-                that fits the model.
+            RequestError: the name is taken, there are as many as there may be, or the directory has none that fits the
+                model.
         """
         most = self.config.adapters.max_loaded
         if len(self.adapters) >= most:
@@ -326,7 +328,7 @@ class AsyncLLM:
             raise
         if problem:
             del self.adapters[name]
-            raise InvalidParameterError("lora_path", f"cannot be loaded: {problem}", path)
+            raise RequestError(f"lora_path {path[:MAX_ADAPTER_NAME_CHARS]}: {problem}", param="lora_path")
         self.adapters[name] = msgspec.structs.replace(adapter, is_loaded=True)
         return self.adapters[name]
 
@@ -358,7 +360,9 @@ class AsyncLLM:
     def _send_adapters(self) -> None:
         """Have an engine that starts load what there is, before any request."""
         self._first_loads.clear()
-        for name, adapter in self.adapters.items():
+        for name, adapter in list(self.adapters.items()):
+            if self.has_served and not adapter.is_loaded:  # it may be what the engine died of
+                continue
             self._num_commands += 1
             self._client.control(
                 ControlEngine(self._num_commands, "load_adapter", adapter_id=adapter.adapter_id, path=adapter.path)
@@ -456,6 +460,7 @@ class AsyncLLM:
             return
         if self._state == "starting":
             self._state, self._detail = "ok", ""
+        self.has_served = True
         self._ready.set()
 
     def _give_up_adapter(self, name: str, problem: str) -> None:
@@ -464,7 +469,7 @@ class AsyncLLM:
         Raises:
             EngineDeadError: it is the first.
         """
-        if not self._ready.is_set():
+        if not self.has_served:
             raise EngineDeadError(f"the LoRA adapter {name} cannot be loaded: {problem}")
         logger.error("the LoRA adapter %s cannot be loaded any more: %s", name, problem)
         self.adapters.pop(name, None)
@@ -493,9 +498,8 @@ class AsyncLLM:
         """Answer every open request with the error and start a new engine, unless it keeps dying."""
         self._fail_everything(EngineDeadError(f"the engine failed while this request was open: {error.message}"))
         draining = self._state == "draining"
-        never_ready = not self._ready.is_set()
         self._client.shutdown()
-        if draining or never_ready or self._num_restarts >= MAX_RESTARTS:
+        if draining or not self.has_served or self._num_restarts >= MAX_RESTARTS:
             self._state, self._detail = "dead", error.message
             self._ready.set()
             logger.error("the engine is not restarted: %s", error.message)

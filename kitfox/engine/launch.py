@@ -208,6 +208,10 @@ def obey(core: EngineCore, message: ControlEngine) -> ControlAnswer:
                 core.executor.load_adapter(message.adapter_id, Path(message.path))
             except WeightsError as error:
                 done, problem = False, str(error)
+            except Exception:  # an adapter is no reason to end everybody's requests
+                logger.exception("the adapter in %s could not be loaded", message.path)
+                core.executor.remove_adapter(message.adapter_id)
+                done, problem = False, "the server failed to load it; its log says why"
         case "unload_adapter":
             core.unload_adapter(message.adapter_id)
     return ControlAnswer(message.number, done, core.scheduler.stats(), events, problem)

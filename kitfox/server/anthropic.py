@@ -458,7 +458,7 @@ def add_routes(
 
     async def count(request: Request) -> Response:
         fields, ignored = convert_body(await read_json_object(request, max_body_bytes), MessagesRequest)
-        required_model(generator.llm, fields.model)
+        required_model(generator.llm, fields.model, fields.lora_path)
         token_ids = await encode_messages(generator, make_chat(fields))
         body: dict[str, Any] = {"input_tokens": len(token_ids)}
         return json(with_ignored(body, ignored))

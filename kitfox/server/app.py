@@ -27,13 +27,14 @@ from kitfox.errors import KitfoxError, RequestError
 from kitfox.plan import resolve_precision
 from kitfox.server import anthropic, responses
 from kitfox.server.access import add_access, bounded_protocol, path_below_root
+from kitfox.server.adapters import add_adapter_routes
 from kitfox.server.batches import BatchRunner, add_batch_routes
 from kitfox.server.chat_batch import ChatBatch, ChatBatchRequest, open_chats
 from kitfox.server.control import add_control_routes
 from kitfox.server.conversation import ChatDialect
 from kitfox.server.embeddings import add_embedding_routes
 from kitfox.server.files import FileStore, add_file_routes
-from kitfox.server.generation import Answer, Generator, check_model, served_model_names
+from kitfox.server.generation import Answer, Generator, check_model, loaded_adapters, served_model_names
 from kitfox.server.logs import LoggingRequest, RequestLog, RequestRecord, current_level, current_request, set_level
 from kitfox.server.metrics import ServerMetrics
 from kitfox.server.missing import why_missing
@@ -124,6 +125,7 @@ def make_app(llm: AsyncLLM, options: ServerOptions | None = None) -> FastAPI:
     responses.add_routes(app, generator, max_body_bytes, _respond)
     add_native_routes(app, generator, max_body_bytes, _respond)
     add_control_routes(app, llm, max_body_bytes, options.profile_dir)
+    add_adapter_routes(app, llm, max_body_bytes)
     add_embedding_routes(app, generator, max_body_bytes)
     files = FileStore(Path(options.storage_dir).expanduser() if options.storage_dir else cache_dir() / "storage")
     batches = BatchRunner(app, llm, files, options)
@@ -134,8 +136,13 @@ def make_app(llm: AsyncLLM, options: ServerOptions | None = None) -> FastAPI:
     _add_model_routes(app, llm)
     _add_state_routes(app, llm, metrics)
     _add_log_routes(app, request_log, max_body_bytes)
-    names = served_model_names(llm)
-    add_openapi_routes(app, names, needs_key=bool(options.api_keys), root_path=options.root_path)
+    add_openapi_routes(
+        app,
+        served_model_names(llm),
+        takes_adapters=llm.config.adapters.enabled,
+        needs_key=bool(options.api_keys),
+        root_path=options.root_path,
+    )
     return app
 
 
@@ -359,23 +366,25 @@ def _add_tokenizer_routes(app: FastAPI, generator: Generator, max_body_bytes: in
 
 def _add_model_routes(app: FastAPI, llm: AsyncLLM) -> None:
     def card(name: str) -> dict[str, Any]:
+        adapter = check_model(llm, name).adapter
         return {
             "id": name,
             "object": "model",
             "created": int(llm.started_at),
             "owned_by": "kitfox",
-            "root": llm.config.model.model,
-            "parent": None,
+            "root": llm.config.model.model if adapter is None else llm.adapters[adapter].path,
+            "parent": None if adapter is None else llm.config.model.served_name,
             "max_model_len": llm.max_model_len,
         }
 
     @app.get("/v1/models")
     async def models() -> Response:
-        return json_response({"object": "list", "data": [card(name) for name in served_model_names(llm)]})
+        names = [*served_model_names(llm), *loaded_adapters(llm)]
+        return json_response({"object": "list", "data": [card(name) for name in names]})
 
     @app.get("/v1/models/{name:path}")
     async def model(name: str) -> Response:
-        return json_response(card(check_model(llm, name)))
+        return json_response(card(name))
 
 
 def _add_state_routes(app: FastAPI, llm: AsyncLLM, metrics: ServerMetrics) -> None:
@@ -453,6 +462,7 @@ def _server_info(llm: AsyncLLM) -> dict[str, Any]:
         "model_path": str(llm.path),
         "tokenizer_path": config.model.tokenizer or str(llm.path),
         "served_model_names": served_model_names(llm),
+        "adapters": loaded_adapters(llm),
         "load_format": config.model.load_format,
         "dtype": precision.dtype,
         "quantization": quantization.get(precision.quantization, precision.quantization),

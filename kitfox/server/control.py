@@ -29,6 +29,7 @@ ADMIN_PATHS = frozenset(
         "/flush_cache", "/reset_prefix_cache", "/abort_request", "/abort_requests", "/pause", "/pause_generation",
         "/resume", "/continue_generation", "/sleep", "/release_memory_occupation", "/release_kv_cache_memory",
         "/wake_up", "/resume_memory_occupation", "/start_profile", "/stop_profile", "/configure_logging",
+        "/v1/load_lora_adapter", "/load_lora_adapter", "/v1/unload_lora_adapter", "/unload_lora_adapter",
     }
 )  # fmt: skip
 EITHER = ["GET", "POST"]

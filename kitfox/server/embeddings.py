@@ -22,6 +22,7 @@ from kitfox.outputs import RequestOutput
 from kitfox.request import FinishReason, SamplingParams
 from kitfox.server.generation import (
     MAX_PROMPTS,
+    ChosenModel,
     Generator,
     Job,
     Prompt,
@@ -53,6 +54,7 @@ class PoolingFields(msgspec.Struct, kw_only=True):
     """
 
     model: str | None = None
+    lora_path: str | None = None
     pooling: Pooling | None = None
     add_special_tokens: bool = True
     truncate_prompt_tokens: int | None = None
@@ -88,6 +90,7 @@ class LabelScoreRequest(msgspec.Struct, kw_only=True):
     apply_softmax: bool = False
     item_first: bool = False
     model: str | None = None
+    lora_path: str | None = None
     priority: int = 0
     cache_salt: str | None = None
     request_id: str | None = None
@@ -139,7 +142,7 @@ class PoolingService:
         dimensions = fields.dimensions
         if dimensions is not None and not 1 <= dimensions <= size:
             raise InvalidParameterError("dimensions", f"must be in [1, {size}], the model's hidden size", dimensions)
-        model = check_model(self._llm, fields.model)
+        model = check_model(self._llm, fields.model, fields.lora_path)
         prompts = await make_prompts(
             self._llm.tokenizer, fields.input, add_special_tokens=fields.add_special_tokens, param="input"
         )
@@ -169,7 +172,7 @@ class PoolingService:
         if len(firsts) not in (1, len(seconds)) and len(seconds) != 1:
             limit = f"must be one text, or as many as text_1 has ({len(firsts)})"
             raise InvalidParameterError("text_2", limit, len(seconds))
-        model = check_model(self._llm, fields.model)
+        model = check_model(self._llm, fields.model, fields.lora_path)
         prompts = await self._encode([*firsts, *seconds], fields)
         pooled = await self._pool("score-", fields, model, prompts, client_id, param="text_1")
         vectors = pooled.vectors()
@@ -186,7 +189,7 @@ class PoolingService:
             raise InvalidParameterError("documents", f"must have 1 to {MAX_DOCUMENTS} entries", len(texts))
         if fields.top_n is not None and fields.top_n < 0:
             raise InvalidParameterError("top_n", "must be positive, or 0 for all documents", fields.top_n)
-        model = check_model(self._llm, fields.model)
+        model = check_model(self._llm, fields.model, fields.lora_path)
         prompts = await self._encode([fields.query, *texts], fields)
         pooled = await self._pool("rerank-", fields, model, prompts, client_id, param="documents")
         query, *documents = pooled.vectors()
@@ -209,11 +212,12 @@ class PoolingService:
         for token_id in labels:
             if not 0 <= token_id < vocab_size:
                 raise InvalidParameterError("label_token_ids", f"must be in [0, {vocab_size - 1}]", token_id)
-        model = check_model(self._llm, fields.model)
+        model = check_model(self._llm, fields.model, fields.lora_path)
         job = Job(
             answer_id=self._generator.claim_id("score-", fields.request_id or client_id),
             created=int(time.time()),
-            model=model,
+            model=model.name,
+            adapter=model.adapter,
             prompts=await self._label_prompts(fields),
             sampling=SamplingParams(max_tokens=1, temperature=0, logprobs=0, logprob_token_ids=tuple(labels)),
             priority=fields.priority,
@@ -225,7 +229,7 @@ class PoolingService:
             logprobs = output.outputs[0].logprobs
             assert logprobs, "an answer of one token has no logprobs although they were asked for"
             rows.append(_label_scores(logprobs[0].named_logprobs, apply_softmax=fields.apply_softmax))
-        return {"scores": rows, "object": "scoring", "id": job.answer_id, "model": model, "usage": pooled.usage}
+        return {"scores": rows, "object": "scoring", "id": job.answer_id, "model": job.model, "usage": pooled.usage}
 
     async def _label_prompts(self, fields: LabelScoreRequest) -> list[Prompt]:
         query, items = fields.query, fields.items
@@ -249,7 +253,7 @@ class PoolingService:
         self,
         prefix: str,
         fields: PoolingFields,
-        model: str,
+        model: ChosenModel,
         prompts: list[Prompt],
         client_id: str | None,
         *,
@@ -259,7 +263,8 @@ class PoolingService:
         job = Job(
             answer_id=self._generator.claim_id(prefix, fields.request_id or client_id),
             created=int(time.time()),
-            model=model,
+            model=model.name,
+            adapter=model.adapter,
             prompts=prompts,
             sampling=SamplingParams(
                 max_tokens=0,

@@ -55,22 +55,76 @@ def served_model_names(llm: AsyncLLM) -> tuple[str, ...]:
     return options.served_model_names or (options.model,)
 
 
-def required_model(llm: AsyncLLM, name: str | None) -> str:
-    """The name to answer with. As in the OpenAI API, a request that generates must say which model it means."""
+def loaded_adapters(llm: AsyncLLM) -> dict[str, str]:
+    """The directories of LoRA adapters that requests may name, by their names."""
+    return {name: adapter.path for name, adapter in llm.adapters.items() if adapter.is_loaded}
+
+
+@dataclass(frozen=True)
+class ChosenModel:
+    """Who is to answer.
+
+    Attributes:
+        name: what the answer calls it, which is what the request called it.
+        adapter: of the LoRA adapter; None is the model alone.
+    """
+
+    name: str
+    adapter: str | None = None
+
+
+def required_model(llm: AsyncLLM, name: str | None, lora_path: str | None = None) -> ChosenModel:
+    """Who is to answer. As in the OpenAI API, a request that generates must say which model it means."""
     if name is None:
-        served = ", ".join(served_model_names(llm))
+        served = ", ".join([*served_model_names(llm), *loaded_adapters(llm)])
         raise RequestError(f"model is required and must name a served model: {served}", param="model")
-    return check_model(llm, name)
+    return check_model(llm, name, lora_path)
 
 
-def check_model(llm: AsyncLLM, name: str | None) -> str:
-    """The name to answer with: the one asked for, or the first served one."""
-    names = served_model_names(llm)
+def check_model(llm: AsyncLLM, name: str | None, lora_path: str | None = None) -> ChosenModel:
+    """Who is to answer: the one asked for, or the first served one.
+
+    Args:
+        name: of a served model, of an adapter, or SGLang's "MODEL:ADAPTER".
+        lora_path: the name of an adapter, as SGLang calls it.
+
+    Raises:
+        ModelMismatchError: there is none of that name. RequestError: there are no adapters, or two are named.
+    """
+    served = served_model_names(llm)
     if name is None:
-        return names[0]
-    if name not in names:
-        raise ModelMismatchError(f"The model `{name[:200]}` is not served. Served: {', '.join(names)}", param="model")
-    return name
+        chosen = ChosenModel(served[0])
+    elif name in served:
+        chosen = ChosenModel(name)
+    else:
+        chosen = ChosenModel(name, _adapter_named(llm, name))
+    if lora_path is None:
+        return chosen
+    check_takes_adapters(llm, "lora_path")
+    if chosen.adapter not in (None, lora_path):
+        raise InvalidParameterError("lora_path", "must not differ from the adapter that model names", lora_path)
+    adapters = loaded_adapters(llm)
+    if lora_path not in adapters:
+        there = ", ".join(adapters) or "none"
+        raise ModelMismatchError(
+            f"The LoRA adapter `{lora_path[:200]}` is not loaded. Loaded: {there}", param="lora_path"
+        )
+    return ChosenModel(chosen.name, lora_path)
+
+
+def _adapter_named(llm: AsyncLLM, model: str) -> str:
+    served, adapters = served_model_names(llm), loaded_adapters(llm)
+    for adapter in (model, *(model[len(name) + 1 :] for name in served if model.startswith(f"{name}:"))):
+        if adapter in adapters:
+            return adapter
+    there = ", ".join([*served, *adapters])
+    raise ModelMismatchError(f"The model `{model[:200]}` is not served. Served: {there}", param="model")
+
+
+def check_takes_adapters(llm: AsyncLLM, param: str) -> None:
+    """Raises UnsupportedParameterError for a parameter that is about LoRA adapters where there may be none."""
+    if not llm.config.adapters.enabled:
+        raise UnsupportedParameterError(param, "needs a server that was started with --enable-lora")
 
 
 # ---- prompts --------------------------------------------------------------------------------------------------------
@@ -91,6 +145,8 @@ class Job:
     Attributes:
         answer_id: the id clients see; engine requests are called it, or ID~0, ID~1, ... for several prompts.
         created: Unix time in seconds.
+        model: as the answer calls it.
+        adapter: the LoRA adapter that answers; None is the model alone.
         pooling: how to make one vector of each prompt; None generates.
     """
 
@@ -99,6 +155,7 @@ class Job:
     model: str
     prompts: list[Prompt]
     sampling: SamplingParams
+    adapter: str | None = None
     priority: int = 0
     cache_salt: str | None = None
     pooling: Pooling | None = None
@@ -112,6 +169,15 @@ class Job:
 
     def cache_salt_of(self, prompt_index: int) -> str | None:
         return self.cache_salt
+
+    def adapter_of(self, prompt_index: int) -> str | None:
+        return self.adapter
+
+    @property
+    def adapters(self) -> list[str]:
+        """Those that answer any of its prompts, each once."""
+        of_prompts = {self.adapter_of(index) for index in range(len(self.prompts))}
+        return sorted(name for name in of_prompts if name is not None)
 
 
 async def encode_text(tokenizer: Tokenizer, text: str, *, add_special_tokens: bool) -> list[int]:
@@ -289,11 +355,19 @@ class OpenStreams:
                     priority=job.priority,
                     cache_salt=job.cache_salt_of(index),
                     pooling=job.pooling,
+                    adapter=job.adapter_of(index),
                 )
                 self._streams.append(stream)
                 self._unfinished.add(index)
-                num_tokens = len(prompt.token_ids)
-                self._observers.append(RequestObserver(self._metrics, job.sampling_of(index), num_tokens, self._record))
+                self._observers.append(
+                    RequestObserver(
+                        self._metrics,
+                        job.sampling_of(index),
+                        len(prompt.token_ids),
+                        self._record,
+                        adapter=job.adapter_of(index),
+                    )
+                )
         except BaseException as error:
             if isinstance(error, QueueFullError | ShuttingDownError | AsleepError | EngineDeadError):
                 self._metrics.rejections[error.code or ""] += 1

@@ -150,6 +150,7 @@ class RequestRecord:
             fields |= {
                 "answer_id": self.job.answer_id,
                 "model": self.job.model,
+                "adapter": ",".join(self.job.adapters) or None,
                 "stream": self.is_stream,
                 "prompt_tokens": self.prompt_tokens,
                 "cached_tokens": self.cached_tokens,

@@ -86,6 +86,8 @@ class RequestObserver:
         sampling: SamplingParams,
         num_prompt_tokens: int,
         record: RequestRecord | None = None,
+        *,
+        adapter: str | None = None,
     ):
         self._metrics = metrics
         self._record = record
@@ -98,6 +100,9 @@ class RequestObserver:
         self._prompt_booked = False
         self._num_prompt_tokens = num_prompt_tokens
         self._complete = False
+        self._adapter = adapter
+        if adapter is not None:
+            metrics.adapters_waiting[adapter] += 1
         metrics.num_requests += 1
         metrics.params_n.observe(sampling.n)
         if sampling.max_tokens is not None:
@@ -108,6 +113,9 @@ class RequestObserver:
         metrics = self._metrics
         if not self._prompt_booked:
             self._prompt_booked = True
+            if self._adapter is not None:
+                metrics.adapters_waiting[self._adapter] -= 1
+                metrics.adapters_running[self._adapter] += 1
             metrics.prompt_tokens += self._num_prompt_tokens
             metrics.cached_tokens += output.num_cached_tokens
             metrics.request_prompt_tokens.observe(self._num_prompt_tokens)
@@ -122,6 +130,7 @@ class RequestObserver:
                 self._finish_answer(answer, answer.finish_reason)
         if output.finished:
             self._complete = True
+            self._leave_adapter()
             self._finish_request(output, now)
 
     def _observe_tokens(self, index: int, num_new: int, now: float) -> None:
@@ -162,11 +171,17 @@ class RequestObserver:
             if self._record is not None:
                 self._record.book_timings(output.timings)
 
+    def _leave_adapter(self) -> None:
+        if self._adapter is not None:
+            used = self._metrics.adapters_running if self._prompt_booked else self._metrics.adapters_waiting
+            used[self._adapter] -= 1
+
     def close(self, reason: FinishReason = FinishReason.ABORT) -> None:
         """Book the answers that have not finished; nothing when all have, or when called again."""
         if self._complete:
             return
         self._complete = True
+        self._leave_adapter()
         num_unfinished = self._n - len(self._finished)
         self._metrics.finished[reason.value] += num_unfinished
         if self._record is not None:
@@ -187,6 +202,8 @@ class ServerMetrics(Collector):
         self.generation_tokens = 0
         self.finished: Counter[str] = Counter({reason.value: 0 for reason in FinishReason})
         self.rejections: Counter[str] = Counter({"queue_full": 0, "shutting_down": 0, "engine_unavailable": 0})
+        self.adapters_waiting: Counter[str] = Counter()  # open requests without a token yet, by their LoRA adapters
+        self.adapters_running: Counter[str] = Counter()
         self.http_responses: Counter[tuple[str, str, int]] = Counter()  # (route, method, status)
         self.http_seconds: dict[tuple[str, str], Histogram] = {}  # by route and method
         self.ttft = Histogram(_TTFT_BUCKETS_S)
@@ -298,6 +315,7 @@ class ServerMetrics(Collector):
         )
         yield from self._speculation_gauges(stats.speculation)
         yield self._cache_config_info(stats)
+        yield self._lora_requests_info()
 
     def _speculation_gauges(self, speculation: SpeculationStats) -> Iterable[GaugeMetricFamily]:
         accepted = speculation.num_accepted_tokens
@@ -328,6 +346,18 @@ class ServerMetrics(Collector):
         }
         family = GaugeMetricFamily("vllm:cache_config_info", "The KV cache's settings, as labels", labels=list(labels))
         family.add_metric(list(labels.values()), 1)
+        return family
+
+    def _lora_requests_info(self) -> GaugeMetricFamily:
+        family = GaugeMetricFamily(
+            "vllm:lora_requests_info", "When it was asked which LoRA adapters open requests use, as Unix time",
+            labels=["max_lora", "waiting_lora_adapters", "running_lora_adapters"],
+        )  # fmt: skip
+        config = self._llm.config
+        if config.adapters.enabled:
+            most = config.scheduler.max_running_adapters or config.adapters.max_loaded
+            names = [",".join(sorted(+used)) for used in (self.adapters_waiting, self.adapters_running)]
+            family.add_metric([str(most), *names], time.time())
         return family
 
     def _start_up(self) -> Iterable[GaugeMetricFamily]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-_NO_ADAPTERS = "there are no LoRA adapters; merge one into the weights"
 _FIXED_WEIGHTS = "weights stay as they were loaded"
 _TEXT_ONLY = "models here read and write text only"
 _EMBEDDINGS = "use /v1/embeddings"
@@ -13,11 +12,7 @@ _OWN_GUESSES = "guesses are made of prompts and answers, not of other texts"
 _ONE_TIER = "the KV cache has one tier, in memory"
 
 REASONS: dict[str, str] = {
-    "/v1/load_lora_adapter": _NO_ADAPTERS,
-    "/v1/unload_lora_adapter": _NO_ADAPTERS,
-    "/load_lora_adapter": _NO_ADAPTERS,
-    "/load_lora_adapter_from_tensors": _NO_ADAPTERS,
-    "/unload_lora_adapter": _NO_ADAPTERS,
+    "/load_lora_adapter_from_tensors": "adapters are read from directories; use /load_lora_adapter",
     "/update_weights": _FIXED_WEIGHTS,
     "/init_weight_transfer_engine": _FIXED_WEIGHTS,
     "/update_weights_from_disk": _FIXED_WEIGHTS,

@@ -39,6 +39,7 @@ from kitfox.server.conversation import (
     read_prompt,
 )
 from kitfox.server.generation import (
+    ChosenModel,
     Generator,
     Job,
     OpenStreams,
@@ -83,6 +84,7 @@ class GenerationFields(FormatFields, kw_only=True):
     """
 
     model: str | None = None
+    lora_path: str | None = None
     n: int = 1
     stream: bool = False
     stream_options: StreamOptions | None = None
@@ -780,7 +782,7 @@ class OpenAIService:
         Raises:
             KitfoxError: nothing was started.
         """
-        model = required_model(self._llm, fields.model)
+        model = required_model(self._llm, fields.model, fields.lora_path)
         if fields.best_of is not None and fields.best_of != fields.n:
             raise UnsupportedParameterError("best_of", f"is supported only when equal to n ({fields.n})")
         prompt_logprobs = fields.prompt_logprobs
@@ -827,7 +829,7 @@ class OpenAIService:
         Raises:
             KitfoxError: nothing was started.
         """
-        model = required_model(self._llm, fields.model)
+        model = required_model(self._llm, fields.model, fields.lora_path)
         if fields.echo or fields.add_special_tokens:
             raise UnsupportedParameterError(
                 "echo" if fields.echo else "add_special_tokens", "is not supported in chats"
@@ -906,7 +908,7 @@ class OpenAIService:
         id_prefix: str,
         client_id: str | None,
         ignored: list[str],
-        model: str,
+        model: ChosenModel,
         prompts: list[Prompt],
         sampling: SamplingParams,
         *,
@@ -923,7 +925,8 @@ class OpenAIService:
         job = OpenAIJob(
             answer_id=self._generator.claim_id(id_prefix, fields.request_id or fields.rid or client_id),
             created=int(time.time()),
-            model=model,
+            model=model.name,
+            adapter=model.adapter,
             is_chat=isinstance(fields, ChatRequest),
             prompts=prompts,
             sampling=sampling,

@@ -18,6 +18,7 @@ import msgspec
 from fastapi import FastAPI
 from starlette.responses import HTMLResponse, Response
 
+from kitfox.server.adapters import LoadAdapterRequest, UnloadAdapterRequest
 from kitfox.server.anthropic import MessagesRequest
 from kitfox.server.batches import BatchRequest
 from kitfox.server.chat_batch import ChatBatchRequest
@@ -89,6 +90,15 @@ class ModelCard(msgspec.Struct):
 class ModelList(msgspec.Struct):
     object: Literal["list"]
     data: list[ModelCard]
+
+
+class AdaptersAnswer(msgspec.Struct):
+    """`loaded_adapters` is the directory of each, by its name."""
+
+    success: bool
+    error_message: str
+    loaded_adapters: dict[str, str]
+    ignored_parameters: list[str] = []
 
 
 class UsageBody(msgspec.Struct):
@@ -270,8 +280,12 @@ OPERATIONS: tuple[Operation, ...] = (
     Operation("GET /tokenizer_info", "Special tokens and the chat template"),
     Operation("POST /parse_function_call", "Tool calls in a text", ParseFunctionCallRequest),
     Operation("POST /separate_reasoning", "Reasoning and answer in a text", SeparateReasoningRequest),
-    Operation("GET /v1/models", "Served models", answer=ModelList),
+    Operation("GET /v1/models", "Served models and LoRA adapters", answer=ModelList),
     Operation("GET /v1/models/{name}", "One of them", answer=ModelCard),
+    Operation("POST /v1/load_lora_adapter", "Load a LoRA adapter", LoadAdapterRequest, "text/plain"),
+    Operation("POST /load_lora_adapter", "The same, in SGLang's protocol", LoadAdapterRequest, AdaptersAnswer),
+    Operation("POST /v1/unload_lora_adapter", "Forget one", UnloadAdapterRequest, "text/plain"),
+    Operation("POST /unload_lora_adapter", "The same, in SGLang's protocol", UnloadAdapterRequest, AdaptersAnswer),
     Operation("GET /model_info /get_model_info", "What is served, as SGLang's clients ask"),
     Operation("GET /health", "Whether the server is worth keeping", answer=ServerState, more_statuses=(503,)),
     Operation("GET /ready", "Whether to send it requests", answer=ServerState, more_statuses=(503,)),
@@ -304,9 +318,19 @@ OPERATIONS: tuple[Operation, ...] = (
 
 
 def make_document(
-    version: str, *, models: Sequence[str], needs_key: bool = False, root_path: str = ""
+    version: str,
+    *,
+    models: Sequence[str],
+    takes_adapters: bool = False,
+    needs_key: bool = False,
+    root_path: str = "",
 ) -> dict[str, Any]:
-    """The OpenAPI 3.1 description of everything in `OPERATIONS`; models are the served names."""
+    """The OpenAPI 3.1 description of everything in `OPERATIONS`.
+
+    Args:
+        models: the served names, which are all that a request may name.
+        takes_adapters: it may name adapters too, and those come and go.
+    """
     structs: dict[type[msgspec.Struct], None] = {}
     for operation in OPERATIONS:
         in_body = operation.arguments if operation.methods != ["GET"] else None
@@ -317,7 +341,8 @@ def make_document(
         schemas[kind]["properties"][name] |= schema
     for body in {body.__name__ for operation in OPERATIONS for body in operation.bodies}:
         if "model" in schemas[body]["properties"]:
-            schemas[body]["properties"]["model"] = {"enum": [*models]}
+            named = {"type": "string", "examples": [*models]} if takes_adapters else {"enum": [*models]}
+            schemas[body]["properties"]["model"] = named
     by_struct = dict(zip(structs, references, strict=True))
     paths: dict[str, dict[str, Any]] = {}
     for operation in OPERATIONS:
@@ -447,10 +472,14 @@ def _type_text(member: dict[str, Any]) -> str:
     return str(member.get("type", "anything"))
 
 
-def add_openapi_routes(app: FastAPI, models: Sequence[str], *, needs_key: bool, root_path: str) -> None:
+def add_openapi_routes(
+    app: FastAPI, models: Sequence[str], *, takes_adapters: bool, needs_key: bool, root_path: str
+) -> None:
     @cache
     def document() -> dict[str, Any]:
-        return make_document(app.version, models=models, needs_key=needs_key, root_path=root_path)
+        return make_document(
+            app.version, models=models, takes_adapters=takes_adapters, needs_key=needs_key, root_path=root_path
+        )
 
     @app.get("/openapi.json")
     async def openapi() -> Response:

@@ -109,6 +109,7 @@ class GenerateRequest(msgspec.Struct, kw_only=True):
         cache_salt, extra_key: only requests with the same ones share cached KV.
         require_reasoning: what the answer has to be, it has to be behind its reasoning.
         max_thinking_tokens: behind so many tokens of reasoning its closing mark is forced; -1 is no limit.
+        lora_path: the name of a LoRA adapter.
     """
 
     text: str | list[str] | None = None
@@ -129,6 +130,7 @@ class GenerateRequest(msgspec.Struct, kw_only=True):
     max_thinking_tokens: int | None = None
     session_params: SessionParams | None = None
     model: str | None = None
+    lora_path: str | list[str | None] | None = None
 
 
 class JoinRequest(msgspec.Struct, kw_only=True):
@@ -164,6 +166,7 @@ class NativeJob(Job):
     request_ids: list[str]
     samplings: list[SamplingParams]
     salts: list[str | None]
+    chosen_adapters: list[str | None]
     logprobs: list[LogprobsWanted | None]
     with_texts: bool
     with_prompt_ids: bool
@@ -179,6 +182,9 @@ class NativeJob(Job):
 
     def cache_salt_of(self, prompt_index: int) -> str | None:
         return self.salts[prompt_index]
+
+    def adapter_of(self, prompt_index: int) -> str | None:
+        return self.chosen_adapters[prompt_index]
 
 
 async def make_job(generator: Generator, sessions: Sessions, body: JsonObject, client_id: str | None) -> NativeJob:
@@ -196,9 +202,10 @@ async def make_job(generator: Generator, sessions: Sessions, body: JsonObject, c
         raise InvalidParameterError("input_ids", "must be token ids or lists of them", fields.input_ids)
     param = "text" if fields.text is not None else "input_ids"
     is_list = isinstance(source, list) and not all(type(item) is int for item in source)
-    model = check_model(llm, fields.model)
     prompts = await make_prompts(llm.tokenizer, source, add_special_tokens=True, param=param)
     num_prompts = len(prompts)
+    names = _one_for_each(fields.lora_path, num_prompts, "lora_path")
+    models = [check_model(llm, fields.model, name) for name in names]
     session = fields.session_params
     if session is not None:
         if is_list:
@@ -231,7 +238,7 @@ async def make_job(generator: Generator, sessions: Sessions, body: JsonObject, c
     return NativeJob(
         answer_id=answer_id,
         created=int(time.time()),
-        model=model,
+        model=models[0].name,
         prompts=prompts,
         sampling=samplings[0],
         priority=fields.priority,
@@ -239,6 +246,7 @@ async def make_job(generator: Generator, sessions: Sessions, body: JsonObject, c
         samplings=samplings,
         stream=fields.stream,
         salts=_salts(fields, num_prompts),
+        chosen_adapters=[model.adapter for model in models],
         logprobs=logprobs,
         with_texts=fields.return_text_in_logprobs,
         with_prompt_ids=fields.return_prompt_token_ids,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,20 +49,26 @@ def read_adapter_config(path: Path) -> AdapterConfig:
         WeightsError: there is none, or it describes something other than a plain LoRA adapter; the message says what.
     """
     file = path / "adapter_config.json"
-    if not file.is_file():
-        raise WeightsError(f"{path} has no adapter_config.json, so it is no LoRA adapter")
     try:
-        config = json.loads(file.read_text(encoding="utf-8"))
-        kind, rank, alpha = config.get("peft_type", "LORA"), int(config["r"]), float(config["lora_alpha"])
-    except (ValueError, TypeError, AttributeError, KeyError) as error:
+        text = file.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise WeightsError(f"{path} has no adapter_config.json, so it is no LoRA adapter") from None
+    except (OSError, ValueError) as error:
+        raise WeightsError(f"adapter_config.json cannot be read: {error}") from None
+    try:
+        config = json.loads(text)
+        kind, rank, alpha = config.get("peft_type", "LORA"), config["r"], float(config["lora_alpha"])
+        ranks = [rank, *(config.get("rank_pattern") or {}).values()]
+        if not all(type(each) is int for each in ranks) or not math.isfinite(alpha):
+            raise ValueError("r and lora_alpha must be numbers")
+    except (ValueError, TypeError, AttributeError, KeyError, OverflowError, RecursionError) as error:
         raise WeightsError(f"{file} is not an adapter's configuration: {error!r}") from None
     if kind != "LORA":
         raise WeightsError(f"peft_type must be LORA. Given: {kind!r}")
     for name, neutral in _VARIANTS.items():
         if config.get(name) is not None and config[name] not in neutral:
             raise WeightsError(f"{name} is not supported in an adapter. Given: {config[name]!r}")
-    ranks = [rank, *(config.get("rank_pattern") or {}).values()]
-    if not all(type(each) is int and each >= 1 for each in ranks):
+    if min(ranks) < 1:
         raise WeightsError(f"r must be >= 1. Given: {min(ranks)!r}")
     if len(set(ranks)) > 1:
         raise WeightsError(f"rank_pattern is not supported in an adapter. Given: {config['rank_pattern']!r}")
@@ -78,11 +85,11 @@ def read_adapter_weights(path: Path, config: AdapterConfig) -> dict[str, tuple[T
     from safetensors.torch import load_file
 
     file = path / "adapter_model.safetensors"
-    if not file.is_file():
-        raise WeightsError(f"{path} has no adapter_model.safetensors")
     try:
         tensors = load_file(file)
-    except SafetensorError as error:
+    except FileNotFoundError:
+        raise WeightsError(f"{path} has no adapter_model.safetensors") from None
+    except (SafetensorError, OSError) as error:
         raise WeightsError(f"{file} is damaged: {error}") from None
     parts: dict[str, dict[str, Tensor]] = {}
     for name, tensor in tensors.items():

@@ -39,10 +39,12 @@ class FakeExecutor:
     def load_adapter(self, adapter_id: int, path: Path) -> None:
         if path.name == "broken":
             raise WeightsError("it is broken")
+        if path.name == "poison":
+            raise ZeroDivisionError
         self.adapters[adapter_id] = path
 
     def remove_adapter(self, adapter_id: int) -> None:
-        del self.adapters[adapter_id]
+        self.adapters.pop(adapter_id, None)
 
     def release_kv_cache(self) -> None:
         assert self.has_kv_cache

@@ -13,7 +13,7 @@ from kitfox.engine.async_llm import AsyncLLM
 from kitfox.engine.client import ControlEngine, EngineReady, EngineReply, StepDone
 from kitfox.engine.core import EngineCore
 from kitfox.engine.launch import obey
-from kitfox.errors import AsleepError, EngineBusyError, EngineDeadError, InvalidParameterError
+from kitfox.errors import AsleepError, EngineBusyError, EngineDeadError, InvalidParameterError, RequestError
 from kitfox.outputs import RequestOutput
 from kitfox.request import EngineRequest, FinishReason, SamplingParams
 from kitfox.structured_output.vocabulary import Vocabulary
@@ -312,8 +312,10 @@ def test_adapters_come_and_go(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_adapters_that_cannot_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
     async def work(llm: AsyncLLM, client: LocalClient) -> None:
-        with pytest.raises(InvalidParameterError, match=r"cannot be loaded: it is broken"):
+        with pytest.raises(RequestError, match="lora_path /adapters/broken: it is broken"):
             await llm.load_adapter("b", "/adapters/broken")
+        with pytest.raises(RequestError, match="the server failed to load it; its log says why"):
+            await llm.load_adapter("b", "/adapters/poison")
         for name in ("a", "", "x" * 257):
             with pytest.raises(InvalidParameterError):
                 await llm.load_adapter(name, "/adapters/b")

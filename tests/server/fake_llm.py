@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from kitfox.config import EngineConfig, ModelConfig, Pooling
+from kitfox.engine.async_llm import Adapter
 from kitfox.engine.input_processor import EngineLimits, InputProcessor
 from kitfox.errors import (
     EngineBusyError,
@@ -85,6 +86,7 @@ class FakeAsyncLLM:
         hold: while set to an Event that is not set, streams wait after their first delta.
         fail_after: raise `failure` in the stream after so many deltas.
         ends_by_token: an answer's last token is EOS; without it nothing says why it ends there.
+        used_adapters: of each request that was let in.
     """
 
     def __init__(self, *, reply: str = REPLY, tokens_per_delta: int = 1, max_model_len: int = MAX_MODEL_LEN):
@@ -116,6 +118,8 @@ class FakeAsyncLLM:
         self.controls: list[str] = []
         self.aborted: list[str] = []
         self.seen: list[tuple[str, list[int], SamplingParams]] = []
+        self.adapters: dict[str, Adapter] = {}
+        self.used_adapters: list[str | None] = []
         limits = EngineLimits(VOCAB_SIZE, max_model_len, 10 * max_model_len, 20, (EOS,))
         self._input_processor = InputProcessor(limits, self.tokenizer)  # type: ignore[arg-type]
 
@@ -148,6 +152,24 @@ class FakeAsyncLLM:
         """The answer ends with the next delta."""
         self.cut.add(request_id)
         return request_id in self.in_flight
+
+    def take_adapters(self, **paths: str) -> None:
+        """As a server with --enable-lora does that has loaded these."""
+        self.config = self.config.replace(adapters={"enabled": True, "max_loaded": 3})
+        for name, path in paths.items():
+            self.adapters[name] = Adapter(adapter_id=len(self.adapters) + 1, name=name, path=path, is_loaded=True)
+
+    async def load_adapter(self, name: str, path: str) -> Adapter:
+        """Directories that begin with /good have an adapter."""
+        if name in self.adapters:
+            raise InvalidParameterError("lora_name", "must not be that of another adapter", name)
+        if not path.startswith("/good"):
+            raise InvalidParameterError("lora_path", "cannot be loaded: no adapter", path)
+        self.take_adapters(**{name: path})
+        return self.adapters[name]
+
+    async def unload_adapter(self, name: str) -> None:
+        del self.adapters[name]
 
     async def flush_cache(self) -> bool:
         self.controls.append("flush_cache")
@@ -186,6 +208,7 @@ class FakeAsyncLLM:
         priority: int = 0,
         cache_salt: str | None = None,
         pooling: Pooling | None = None,
+        adapter: str | None = None,
     ) -> AsyncIterator[RequestOutput]:
         if self.health == "draining":
             raise ShuttingDownError("the server is shutting down")
@@ -203,6 +226,7 @@ class FakeAsyncLLM:
             raise InvalidParameterError("request_id", "must not be one that is being served", request_id)
         self.in_flight.add(request_id)
         self.seen.append((request_id, prompt_token_ids, sampling))
+        self.used_adapters.append(adapter)
         self.tracer.emit("received", request_id, prompt=len(prompt_token_ids))
         max_tokens = requests[0].sampling.max_tokens
         assert max_tokens is not None

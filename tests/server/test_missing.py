@@ -26,7 +26,7 @@ def test_a_call_says_why(path: str, why: str) -> None:
 
 def test_a_proxy_s_prefix_changes_nothing() -> None:
     options = ServerOptions(root_path="/prefix")
-    [response] = send_all(FakeAsyncLLM(), [("POST", "/prefix/load_lora_adapter/", {})], options)
+    [response] = send_all(FakeAsyncLLM(), [("POST", "/prefix/load_lora_adapter_from_tensors/", {})], options)
     assert response.json()["error"]["code"] == "not_supported"
 
 

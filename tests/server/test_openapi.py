@@ -117,6 +117,28 @@ def test_it_is_served_as_json_and_as_a_page_of_its_own() -> None:
     assert not re.search(r"<script|https?://|src=", page), "the page loads nothing"
 
 
+def test_adapters_come_and_go_so_that_names_are_examples() -> None:
+    llm = FakeAsyncLLM()
+    llm.take_adapters()
+    schemas = send(llm, "GET", "/openapi.json").json()["components"]["schemas"]
+    assert schemas["ChatRequest"]["properties"]["model"] == {"type": "string", "examples": [MODEL, "alias"]}
+    assert DOCUMENT["components"]["schemas"]["ChatRequest"]["properties"]["model"] == {"enum": [MODEL, "alias"]}
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/load_lora_adapter", {"lora_name": "new", "lora_path": "/good"}),
+        ("/unload_lora_adapter", {"lora_name": "sql"}),
+    ],
+)
+def test_answers_about_adapters_are_what_is_described(path: str, body: Any) -> None:
+    llm = FakeAsyncLLM()
+    llm.take_adapters(sql="/good")
+    answer = send(llm, "POST", path, body | {"made_up": 1})
+    assert msgspec.convert(answer.json(), openapi.AdaptersAnswer, strict=True).ignored_parameters == ["made_up"]
+
+
 def test_it_says_where_keys_are_needed() -> None:
     document = make_document("1.0", models=(MODEL,), needs_key=True, root_path="/prefix")
     assert document["security"] == [{"bearer": []}, {"x-api-key": []}]

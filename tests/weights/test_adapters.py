@@ -54,12 +54,23 @@ def test_rank_stabilised_scale(tmp_path: Path) -> None:
         ({"rank_pattern": {"q_proj": 8}}, "rank_pattern is not supported"),
         ({"r": 0}, "r must be >= 1. Given: 0"),
         ({"r": "many"}, "is not an adapter's configuration"),
+        ({"r": float("inf")}, "is not an adapter's configuration"),
+        ({"lora_alpha": float("inf")}, "is not an adapter's configuration"),
+        ({"rank_pattern": ["q_proj"]}, "is not an adapter's configuration"),
     ],
 )
 def test_what_is_no_plain_adapter(tmp_path: Path, config: dict[str, Any], message: str) -> None:
     path = write_adapter(tmp_path, random_matrices(SHAPES, seed=1), **config)
     with pytest.raises(WeightsError, match=message):
         read_adapter_config(path)
+
+
+def test_a_path_that_cannot_be(tmp_path: Path) -> None:
+    with pytest.raises(WeightsError, match="cannot be read"):
+        read_adapter_config(Path("/" + 6000 * "x"))
+    (tmp_path / "adapter_config.json").write_bytes(b"\xff")
+    with pytest.raises(WeightsError, match="cannot be read"):
+        read_adapter_config(tmp_path)
 
 
 def test_no_configuration(tmp_path: Path) -> None:
