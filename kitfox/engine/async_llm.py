@@ -170,8 +170,8 @@ class AsyncLLM:
 
     async def shutdown(self, drain_s: float = 0.0) -> None:
         """Take no more requests, let the running ones finish for up to drain_s seconds, end the engine."""
-        self._state = "draining" if self._state != "dead" else "dead"
-        self._detail = "the server is shutting down"
+        if self._state != "dead":
+            self._state, self._detail = "draining", "the server is shutting down"
         deadline = time.monotonic() + drain_s
         while self._streams and time.monotonic() < deadline:
             await asyncio.sleep(0.02)
