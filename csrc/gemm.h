@@ -373,6 +373,7 @@ class LinearArgmax {
   void run(int64_t begin, int64_t end, int /*thread*/) const {
     const TileTable& table = tiles_for(weight_);
     for (int64_t task = begin; task < end; ++task) {
+      if (args_.allowed && all_forbid(task)) continue;
       const int64_t panel = task * TASK_PANELS;
       over_tiles(table, weight_, panel, panel + TASK_PANELS, rows_, args_.x, args_.codes,
                  [&](int64_t row, int64_t count, int64_t panels, const float* sums) {
@@ -382,7 +383,21 @@ class LinearArgmax {
   }
 
  private:
+  static_assert(TASK_CHANNELS == 32, "a word of `allowed` is a task");
+
+  bool all_forbid(int64_t task) const {
+    for (int64_t row = 0; row < rows_; ++row) {
+      if (args_.allowed[row * args_.allowed_stride + task]) return false;
+    }
+    for (int64_t row = 0; row < rows_; ++row) {
+      args_.largest[task * rows_ + row] = -INFINITY;
+      args_.ids[task * rows_ + row] = static_cast<int32_t>(task * TASK_CHANNELS);
+    }
+    return true;
+  }
+
   void find(int64_t task, int64_t row, const float* sums) const {
+    const uint32_t allowed = args_.allowed ? args_.allowed[row * args_.allowed_stride + task] : ~0u;
     const int64_t channel = task * TASK_CHANNELS;
     const int64_t channels = std::min<int64_t>(TASK_CHANNELS, weight_.num_rows - channel);
     float y[TASK_CHANNELS];
@@ -393,6 +408,12 @@ class LinearArgmax {
       if (weight_.channel_scale) v = simd::mul(v, simd::load(weight_.channel_scale + channel + i));
       v = simd::select(simd::first(count), v, simd::set1(-INFINITY));
       simd::store(y + i, v);
+      if (allowed != ~0u) {
+        for (int lane = 0; lane < count; ++lane) {
+          if (!(allowed >> (i + lane) & 1)) y[i + lane] = -INFINITY;
+        }
+        v = simd::load(y + i);
+      }
       largest = simd::max(v, largest);
       poison = simd::select(simd::is_nan(v), v, poison);
     }

@@ -145,13 +145,16 @@ struct GatedLinearArgs {
 };
 
 // The first largest number of each piece of TASK_CHANNELS channels of x @ weight.T * channel_scale: [pieces, rows]. Where
-// a piece has a NaN, the largest is NaN.
+// a piece has a NaN, the largest is NaN. Channels that a row's bit forbids do not count; a piece that all rows forbid is
+// not computed.
 struct LinearArgmaxArgs {
   const Weight* weight;
   const float* x;
   Codes codes;
   float* largest;
   int32_t* ids;
+  const uint32_t* allowed;  // [rows, allowed_stride], a bit a channel, least significant first; null allows all
+  int64_t allowed_stride;
 };
 
 // The first largest of all pieces; -1 where it is not finite or any number was NaN.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -154,11 +154,12 @@ class ModelRunner:
         plain: list[int] = []
         others: list[int] = []
         for place, (row, _, _) in enumerate(places):
-            (plain if row.is_plain_greedy and row.request_id not in bitmasks else others).append(place)
+            (plain if row.is_plain_greedy else others).append(place)
         chosen: list[int | None] = [None] * len(places)
         logprobs: list[TokenLogprobs | None] = [None] * len(places)
         if plain:
-            largest = self.model.greedy_tokens(hidden[[places[place][2] for place in plain]])
+            allowed = _allowed([places[place][:2] for place in plain], bitmasks)
+            largest = self.model.greedy_tokens(hidden[[places[place][2] for place in plain]], allowed)
             for place, found in zip(plain, largest, strict=True):
                 chosen[place] = found if found >= 0 else None
         if others:
@@ -279,3 +280,18 @@ def _adapter_rows(step: StepInputs) -> list[tuple[int, slice]]:
     starts = step.query_start_loc.tolist()
     places = zip(step.rows, starts, starts[1:], strict=False)
     return [(row.adapter_id, slice(start, end)) for row, start, end in places if row.adapter_id]
+
+
+def _allowed(
+    places: Sequence[tuple[RequestRow, int]], bitmasks: dict[str, npt.NDArray[np.int32]]
+) -> torch.Tensor | None:
+    """The masks of requests' draft tokens, or of the ones behind, [n, W] int32; None where no request has one."""
+    masks = [bitmasks.get(row.request_id) for row, _ in places]
+    known = next((mask for mask in masks if mask is not None), None)
+    if known is None:
+        return None
+    rows = np.full((len(places), known.shape[1]), -1, np.int32)
+    for index, ((_, position), mask) in enumerate(zip(places, masks, strict=True)):
+        if mask is not None:
+            rows[index] = mask[position]
+    return torch.from_numpy(rows)

@@ -177,6 +177,8 @@ class _LinearArgmax(ctypes.Structure):
         ("codes", CodesStruct),
         ("largest", c_void_p),
         ("ids", c_void_p),
+        ("allowed", c_void_p),
+        ("allowed_stride", c_int64),
     ]
 
 

@@ -60,8 +60,12 @@ class Kernels(ABC):
         """`x @ weight.T + bias` for x [T, I]: [T, O]; with softcap c, c * tanh of that / c."""
 
     @abstractmethod
-    def linear_argmax(self, x: Tensor, weight: Matrix) -> list[int]:
-        """Where each row of `linear(x, weight)` is largest, the first of equals; -1 where that is no finite number."""
+    def linear_argmax(self, x: Tensor, weight: Matrix, allowed: Tensor | None = None) -> list[int]:
+        """Where each row of `linear(x, weight)` is largest, the first of equals; -1 where that is no finite number.
+
+        Args:
+            allowed: [T, ceil(O / 32)] int32, a bit a column, least significant first: the others do not count.
+        """
 
     @abstractmethod
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, *, offset: float = 0.0) -> Tensor:

@@ -192,12 +192,12 @@ class NativeKernels(Kernels):
         self.issue(x, Call(OpCode.LINEAR, {**source, "bias": bias}, {"out": out}, constants))
         return out
 
-    def linear_argmax(self, x: Tensor, weight: PackedMatrix) -> list[int]:
+    def linear_argmax(self, x: Tensor, weight: PackedMatrix, allowed: Tensor | None = None) -> list[int]:
         """Where each row of `linear(x, weight)` is largest; the product itself never is in memory."""
         program = self._argmax_programs.get(weight)
         if program is None or program.max_rows < x.shape[0]:
             program = self._argmax_programs[weight] = _ArgmaxProgram(self, weight, x.shape[0])
-        return program.run(_contiguous(x))
+        return program.run(_contiguous(x), allowed)
 
     def _quantize(self, x: Tensor, group: int) -> Codes:
         def make() -> Codes:
@@ -358,13 +358,16 @@ class _ArgmaxProgram:
         self._calls.append(Call(OpCode.LINEAR_ARGMAX, source, pieces, {"weight": weight.address}))
         self._calls.append(Call(OpCode.ARGMAX, pieces, {"out": self._out}, {"num_pieces": num_pieces}))
         self._ops = (OpStruct * len(self._calls))(*(call.to_struct(starts_phase=True) for call in self._calls))
-        self._input = self._ops[0].quantize if weight.group else self._ops[0].linear_argmax
+        self._product = self._ops[-2].linear_argmax
+        self._input = self._ops[0].quantize if weight.group else self._product
 
-    def run(self, x: Tensor) -> list[int]:
+    def run(self, x: Tensor, allowed: Tensor | None) -> list[int]:
         num_rows = x.shape[0]
         if num_rows == 0:
             return []
         self._input.x = x.data_ptr()
+        self._product.allowed = None if allowed is None else allowed.data_ptr()
+        self._product.allowed_stride = 0 if allowed is None else allowed.stride(0)
         self._kernels.run(self._ops, StepStruct(num_rows=num_rows), num_rows)
         return self._out[:num_rows].tolist()
 

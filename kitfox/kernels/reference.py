@@ -430,3 +430,11 @@ def _per_head(rows: Tensor, tile: Tensor, *, transpose: bool) -> Tensor:
     return torch.stack(
         [torch.bmm(rows[head], part.transpose(1, 2) if transpose else part) for head, part in enumerate(parts)]
     )
+
+
+def forbid(logits: Tensor, allowed: Tensor | None) -> Tensor:
+    """logits [n, V] with -inf where a bit of allowed [n, ceil(V / 32)] int32 is 0; None allows all."""
+    if allowed is None:
+        return logits
+    bits = allowed.to(logits.device)[:, :, None] >> torch.arange(32, dtype=torch.int32, device=logits.device) & 1
+    return logits.masked_fill(bits.flatten(1)[:, : logits.shape[1]] == 0, -torch.inf)

@@ -57,8 +57,9 @@ class TorchKernels(Kernels):
             out = reference.linear(x, weight, bias)
         return out if softcap is None else torch.tanh(out.float() / softcap) * softcap
 
-    def linear_argmax(self, x: Tensor, weight: Matrix) -> list[int]:
-        largest, ids = self.linear(x, weight).max(dim=-1)  # NaN wins every comparison
+    def linear_argmax(self, x: Tensor, weight: Matrix, allowed: Tensor | None = None) -> list[int]:
+        product = reference.forbid(self.linear(x, weight), allowed)
+        largest, ids = product.max(dim=-1)  # NaN wins every comparison
         return torch.where(largest.isfinite(), ids, -1).tolist()
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, *, offset: float = 0.0) -> Tensor:

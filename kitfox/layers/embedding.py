@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from kitfox.kernels import reference
 from kitfox.kernels.interface import Kernels, Matrix
 from kitfox.layers.weights import place
 
@@ -27,9 +28,10 @@ class Embedding(nn.Module):
         """hidden [n, hidden] to [n, V] float32."""
         return self.kernels.linear(hidden, self.weight, softcap=softcap).float()
 
-    def greedy_tokens(self, hidden: Tensor, softcap: float | None) -> list[int]:
-        """Where the logits of each row of hidden [n, hidden] are largest; -1 where `linear_argmax` gives that."""
+    def greedy_tokens(self, hidden: Tensor, softcap: float | None, allowed: Tensor | None) -> list[int]:
+        """Where the logits of each row of hidden [n, hidden] are largest; allowed, and -1, as of `linear_argmax`."""
         if softcap is None:
-            return self.kernels.linear_argmax(hidden, self.weight)
-        largest, ids = self.logits(hidden, softcap).max(dim=-1)  # the cap may make equals of different numbers
+            return self.kernels.linear_argmax(hidden, self.weight, allowed)
+        logits = reference.forbid(self.logits(hidden, softcap), allowed)
+        largest, ids = logits.max(dim=-1)  # the cap may make equals of different numbers
         return torch.where(largest.isfinite(), ids, -1).tolist()

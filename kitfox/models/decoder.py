@@ -104,9 +104,13 @@ class Model(nn.Module, ABC):
         """hidden [n, hidden] to [n, V] float32."""
         return self.lm_head.logits(hidden, self.config.logit_softcap)
 
-    def greedy_tokens(self, hidden: Tensor) -> list[int]:
-        """The index of the largest logit for each of hidden [n, hidden]; -1 where there is none."""
-        return self.lm_head.greedy_tokens(hidden, self.config.logit_softcap)
+    def greedy_tokens(self, hidden: Tensor, allowed: Tensor | None = None) -> list[int]:
+        """The index of the largest logit for each of hidden [n, hidden]; -1 where there is none.
+
+        Args:
+            allowed: [n, ceil(V / 32)] int32, a bit a token: the others do not count.
+        """
+        return self.lm_head.greedy_tokens(hidden, self.config.logit_softcap, allowed)
 
     # ---- weights ------------------------------------------------------------------------------------------------
 

@@ -32,7 +32,7 @@ from kitfox.kernels.quantized import (
 )
 from kitfox.kernels.recording import Call, Codes
 from tests.kernels.test_quantized import gguf_rows
-from tests.native import INSTRUCTION_SETS, native_kernels, needs_native
+from tests.native import INSTRUCTION_SETS, native_kernels, needs_native, torch_kernels
 
 pytestmark = needs_native
 THREADS = (1, 2, 3)
@@ -281,6 +281,49 @@ def test_what_pads_a_matrix_is_never_the_largest(isa: str) -> None:
         assert kernels.linear_argmax(x, kernels.matrix(quantize_int8(weight))) == (
             kernels.linear(x, kernels.matrix(quantize_int8(weight))).argmax(-1).tolist()
         )
+
+
+def bits(columns: list[list[int]], width: int) -> Tensor:
+    """A mask [rows, ceil(width / 32)] that allows some columns of each row."""
+    mask = torch.zeros(len(columns), -(-width // 32), dtype=torch.int64)
+    for row, allowed in enumerate(columns):
+        for column in allowed:
+            mask[row, column // 32] |= 1 << column % 32
+    return torch.where(mask >= 1 << 31, mask - (1 << 32), mask).to(torch.int32)
+
+
+@pytest.mark.parametrize("form", ["float32", "Q4_1"])
+def test_the_largest_of_what_is_allowed(isa: str, form: str) -> None:
+    for outputs in (1, 31, 33, 257, 1000):
+        source = random(outputs, 256, seed=1) if form == "float32" else quantized_weight(form, outputs, 256)
+        x = random(7, 256)
+        every, third, half = range(outputs), range(0, outputs, 3), range(outputs // 2, outputs)
+        columns = list(map(list, (every, [0], [outputs - 1], third, half, [], range(0, outputs, 40))))
+        for num_threads in THREADS:
+            kernels = native_kernels(isa=isa, num_threads=num_threads)
+            matrix = kernels.matrix(source)
+            product = kernels.linear(x, matrix)
+            expected = [
+                max(allowed, key=row.tolist().__getitem__, default=-1)
+                for row, allowed in zip(product, columns, strict=True)
+            ]
+            mask = bits(columns, outputs)
+            assert kernels.linear_argmax(x, matrix, mask) == expected
+            alone = [kernels.linear_argmax(x[i : i + 1], matrix, mask[i : i + 1])[0] for i in range(7)]
+            assert alone == expected  # where whole pieces are left out
+            assert kernels.linear_argmax(x, matrix) == product.argmax(-1).tolist()
+            if isinstance(source, Tensor):
+                assert torch_kernels().linear_argmax(x, torch_kernels().matrix(source), mask) == expected
+
+
+def test_what_is_forbidden_may_be_anything(isa: str) -> None:
+    kernels = native_kernels(isa=isa)
+    weight = random(100, 64)
+    x = random(3, 64)
+    expected = kernels.linear_argmax(x, kernels.matrix(weight), bits([list(range(40))] * 3, 100))
+    weight[77], weight[44] = math.nan, math.inf
+    assert kernels.linear_argmax(x, kernels.matrix(weight), bits([list(range(40))] * 3, 100)) == expected
+    assert kernels.linear_argmax(x, kernels.matrix(weight), bits([[1, 77]] * 3, 100)) == [-1] * 3
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
