@@ -4,7 +4,8 @@
     .venv/bin/python -m benchmarks.speculation --out DIR --concurrency 1 --peer llama.cpp-q4_1
 
 A workload at a concurrency is one `kitfox compare`: sides take turns, each with caches of its own. `copy` is
-benchmarks/copy_heavy.jsonl. With --peer six requests are sent, and the sides are kitfox and that server, each without guesses and with its own.
+benchmarks/copy_heavy.jsonl. With --peer six requests are sent, and the sides are kitfox and that server, each without
+guesses and with its own.
 """
 
 from __future__ import annotations
