@@ -215,7 +215,7 @@ def test_every_metric_can_be_read_and_shown() -> None:
     samples = (ServerSample(0.0, 3 << 29, 1.0),)
     summary = summary_of(answered(0.0, 0.0801, 0.1, cached_tokens=5), samples=samples)
     shown = {name: f"{metric.format(metric.get(summary))} {metric.unit}" for name, metric in METRICS.items()}
-    assert len(shown) == 26
+    assert len(shown) == 30
     assert shown["goodput_per_s"] == "10.00 req/s"
     assert shown["goodput_share"] == "100.0 %"
     assert shown["ttft_mean"] == shown["ttft_p99"] == "80.1 ms"

@@ -106,6 +106,7 @@ def test_log_probabilities_of_every_token_and_the_same_tokens(budget: int, plain
 
 def test_log_probabilities_survive_preemption(plain: list[list[int]]):
     llm = make_llm(cache="radix", max_num_seqs=8, block_size=16, num_blocks=14, max_model_len=200)
+    tokens(llm)  # compiles the grammars, so that all begin at once
     outputs = answers(llm, CASES, logprobs=0)
     assert [output.outputs[0].token_ids for output in outputs] == plain
     assert llm.stats.num_preemptions > 0
