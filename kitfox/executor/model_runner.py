@@ -286,6 +286,8 @@ def _allowed(
     places: Sequence[tuple[RequestRow, int]], bitmasks: dict[str, npt.NDArray[np.int32]]
 ) -> torch.Tensor | None:
     """The masks of requests' draft tokens, or of the ones behind, [n, W] int32; None where no request has one."""
+    if not bitmasks:  # as in most steps
+        return None
     masks = [bitmasks.get(row.request_id) for row, _ in places]
     known = next((mask for mask in masks if mask is not None), None)
     if known is None:

@@ -227,7 +227,40 @@ class ComputedTokens(Protocol):
         """Its number of computed tokens, and its block table."""
 
 
-class SelfProposer(ModelProposer):
+class ProposerOnModel(ModelProposer):
+    """What guesses with the model's own KV have in common: the tokens of each request, and where its blocks are."""
+
+    def __init__(
+        self,
+        model: DraftModel,
+        computed: ComputedTokens,
+        *,
+        block_size: int,
+        vocab_size: int,
+        min_probability: float = MIN_PROBABILITY,
+    ):
+        super().__init__(model, vocab_size=vocab_size, min_probability=min_probability)
+        self._computed = computed
+        self._block_size = block_size
+        self._texts: dict[str, list[int]] = {}
+
+    def start(
+        self, request_id: str, token_ids: Sequence[int], *, num_prompt_tokens: int, salt: str | None = None
+    ) -> None:
+        self._texts[request_id] = list(token_ids)
+
+    def extend(self, request_id: str, token_ids: Sequence[int]) -> None:
+        self._texts[request_id] += token_ids
+
+    def finish(self, request_id: str, *, keep: bool) -> None:
+        self._texts.pop(request_id, None)
+
+    @property
+    def memory_bytes(self) -> int:
+        return sum(8 * len(text) for text in self._texts.values())
+
+
+class SelfProposer(ProposerOnModel):
     """The first layers of the model itself. Guesses go no further than the blocks that a request holds anyway."""
 
     def __init__(
@@ -241,19 +274,8 @@ class SelfProposer(ModelProposer):
         chunk_tokens: int = CHUNK_TOKENS,
     ):
         """chunk_tokens: a request that lacks the KV of more tokens, because it was preempted, has no guesses yet."""
-        super().__init__(model, vocab_size=vocab_size, min_probability=min_probability)
-        self._computed = computed
-        self._block_size = block_size
+        super().__init__(model, computed, block_size=block_size, vocab_size=vocab_size, min_probability=min_probability)
         self._chunk_tokens = chunk_tokens
-        self._texts: dict[str, list[int]] = {}
-
-    def start(
-        self, request_id: str, token_ids: Sequence[int], *, num_prompt_tokens: int, salt: str | None = None
-    ) -> None:
-        self._texts[request_id] = list(token_ids)
-
-    def extend(self, request_id: str, token_ids: Sequence[int]) -> None:
-        self._texts[request_id] += token_ids
 
     def propose(self, limits: Mapping[str, int]) -> dict[str, Proposal]:
         chunks: dict[str, Chunk] = {}
@@ -266,13 +288,6 @@ class SelfProposer(ModelProposer):
                 chunks[name] = Chunk(name, text[num_computed:], num_computed, block_ids)
                 ready[name] = min(limit, room + 1)
         return self._draft(chunks, ready)
-
-    def finish(self, request_id: str, *, keep: bool) -> None:
-        self._texts.pop(request_id, None)
-
-    @property
-    def memory_bytes(self) -> int:
-        return sum(8 * len(text) for text in self._texts.values())
 
 
 class HeadModel(DraftModel):
@@ -291,7 +306,7 @@ class HeadModel(DraftModel):
         """Its states are of no use any more."""
 
 
-class HeadProposer(ModelProposer):
+class HeadProposer(ProposerOnModel):
     """A head: position i of it has the model's states at i, and token i + 1.
 
     What becomes of a guess the model finds out, and with it come the states from which the head writes the same places
@@ -308,19 +323,8 @@ class HeadProposer(ModelProposer):
         vocab_size: int,
         min_probability: float = MIN_PROBABILITY,
     ):
-        super().__init__(model, vocab_size=vocab_size, min_probability=min_probability)
+        super().__init__(model, computed, block_size=block_size, vocab_size=vocab_size, min_probability=min_probability)
         self._head = model
-        self._computed = computed
-        self._block_size = block_size
-        self._texts: dict[str, list[int]] = {}
-
-    def start(
-        self, request_id: str, token_ids: Sequence[int], *, num_prompt_tokens: int, salt: str | None = None
-    ) -> None:
-        self._texts[request_id] = list(token_ids)
-
-    def extend(self, request_id: str, token_ids: Sequence[int]) -> None:
-        self._texts[request_id] += token_ids
 
     def propose(self, limits: Mapping[str, int]) -> dict[str, Proposal]:
         chunks = self._chunks(limits)
@@ -352,12 +356,8 @@ class HeadProposer(ModelProposer):
     def finish(self, request_id: str, *, keep: bool) -> None:
         if keep:  # who finds its prefix finds the head's part of it too
             self.catch_up([request_id])
-        self._texts.pop(request_id, None)
+        super().finish(request_id, keep=keep)
         self._head.forget(request_id)
-
-    @property
-    def memory_bytes(self) -> int:
-        return sum(8 * len(text) for text in self._texts.values())
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,6 @@ LAYERS = {
         ("mlp.up_proj", (1536, 576)),
     )
 }
-Tokens = list[list[int]]
 
 
 @pytest.fixture(scope="module")
