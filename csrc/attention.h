@@ -3,11 +3,11 @@
 // Work is done in tiles: the rows of a tile are the query heads that share a KV head, of one or several tokens of one
 // request, and its keys are KEY_TILE neighbours. A row's arithmetic does not depend on what else is in its tile, on
 // how rows are shared out among tiles, or on which thread does what:
-// - key tiles and chunks start at multiples of their length, whatever the row's position;
-// - a chunk is computed from nothing (running maximum, sum and weighted values over its key tiles), and its result is
-//   merged into that of the chunks before it, also where one thread does all of them;
-// - a score that a row must not see is -inf and weighs 0, and a running maximum starts at a finite number, so that a
-//   key tile in which a row sees nothing leaves the row as it was.
+// - key tiles start at multiples of their length, whatever the row's position;
+// - a key tile is computed from nothing (maximum, sum and weighted values), and its result is merged into that of the
+//   tiles before it, also where one thread does all of them;
+// - a score that a row must not see is -inf and weighs 0, and a maximum is a finite number, so that a key tile in which
+//   a row sees nothing leaves the row as it was.
 #pragma once
 
 #include <algorithm>
@@ -26,15 +26,15 @@
 
 namespace kitfox {
 
-// Keys that share one step of the running softmax.
+// Keys that share one step of the running softmax: the smallest piece in which a long request can be shared out.
 constexpr int KEY_TILE = 128;
 constexpr int KEY_GROUPS = KEY_TILE / LANES;
-// Keys whose result is computed on its own: the pieces in which a long request can be shared out.
-constexpr int64_t KEY_CHUNK = 512;
 // Up to this many rows read keys and values straight from the cache; more expand them to float once, for all rows.
-constexpr int DIRECT_ROWS = std::min(8, simd::FLOAT_ROWS);
+constexpr int DIRECT_ROWS = 4 * simd::FLOAT_ROWS;
 // Rows that pass over keys and values in the first cache level together.
-constexpr int64_t BLOCK_ROWS = 24 / simd::FLOAT_ROWS * simd::FLOAT_ROWS;
+constexpr int64_t BLOCK_ROWS = 48 / simd::FLOAT_ROWS * simd::FLOAT_ROWS;
+// The reading of keys and values costs about as much as so many rows' arithmetic.
+constexpr int64_t READING_ROWS = 8;
 // Rows that a task computes, and about how many numbers (rows by head size) neighbouring tasks compute together.
 constexpr int64_t TASK_ROWS = 48;
 constexpr int64_t JOINT_NUMBERS = 384 * 64;
@@ -50,7 +50,6 @@ constexpr int direct_vectors(int rows) {
   while (count > 2 && count * rows > simd::FLOAT_ROWS * 4 / 3) count /= 2;
   return count;
 }
-
 
 // Uninitialised floats that begin at a cache line.
 class FloatBuffer {
@@ -70,7 +69,7 @@ class FloatBuffer {
   int64_t size_ = 0;
 };
 
-// The result of some keys for a tile's rows, not yet divided by the sums. Where the cache is in 16 bit, each 32 columns
+// The result of a key tile, or of several, for a tile's rows, not yet divided by the sums. Where the cache is in 16 bit, each 32 columns
 // of `weighted` are the even ones followed by the odd ones, as they come out of a load.
 struct RowStates {
   float* highest;   // [padded rows]
@@ -98,15 +97,15 @@ struct RowStates {
 // Which rows of a tile of a step attend to which keys, and how that is divided into tasks: the same for every layer.
 class AttentionPlan {
  public:
-  // Some consecutive tokens of one request and one KV head, and the chunks of keys they attend to.
+  // Some consecutive tokens of one request and one KV head, and the key tiles they attend to.
   struct Item {
     int32_t request;
     int32_t kv_head;
     int64_t row;       // of the first token, counted from the tile's first row
     int64_t position;  // of the first token
     int32_t tokens;
-    int32_t first_chunk;
-    int32_t end_chunk;
+    int32_t first_tile;
+    int32_t end_tile;
     int32_t split;  // index of the Split that this item is a piece of, or -1
 
     bool is_followed_by(const Item& next) const {
@@ -115,10 +114,10 @@ class AttentionPlan {
     }
   };
 
-  // Items that differ in their chunks only; who computes the last of them merges all.
+  // Items that differ in their key tiles only; who computes the last of them merges all.
   struct Split {
     int32_t pieces;
-    int64_t partials;  // offset of the first piece's RowStates
+    int64_t partials;  // offset of the first tile's RowStates
   };
 
   void build(const Step& step, int64_t first_row, int64_t rows, const AttentionArgs& args, int threads) {
@@ -163,14 +162,14 @@ class AttentionPlan {
   int64_t scratch_rows() const { return scratch_rows_; }
   float* scratch(int thread) const { return scratch_[thread].data(); }
   int64_t scratch_size() const {
-    return 2 * KEY_TILE * head_dim_ + scratch_rows_ * (QUERY_STRIDE + LANES + 1) + BLOCK_ROWS * KEY_TILE +
-           2 * RowStates::size(scratch_rows_, head_dim_);
+    return 2 * KEY_TILE * head_dim_ + scratch_rows_ * (QUERY_STRIDE + 1) + BLOCK_ROWS * KEY_TILE +
+           RowStates::size(scratch_rows_, head_dim_);
   }
 
   const Split& split(const Item& item) const { return splits_[item.split]; }
-  RowStates partial(const Item& item, int32_t piece) const {
+  RowStates partial(const Item& item, int64_t tile) const {
     const int64_t rows = item.tokens * group_;
-    return RowStates(partials_.data() + splits_[item.split].partials + piece * RowStates::size(rows, head_dim_), rows);
+    return RowStates(partials_.data() + splits_[item.split].partials + tile * RowStates::size(rows, head_dim_), rows);
   }
   // Whether all other pieces are done. Then counts them anew, for the next layer.
   bool finish_piece(const Item& item) {
@@ -191,11 +190,10 @@ class AttentionPlan {
 
   int64_t tokens_a_task() const { return std::max<int64_t>(1, TASK_ROWS / group_); }
 
-  // Few rows cost as much as the reading of their keys.
-  int64_t cost(int64_t tokens, int64_t keys) const { return (tokens * group_ + DIRECT_ROWS) * keys; }
+  int64_t cost(int64_t tokens, int64_t keys) const { return (tokens * group_ + READING_ROWS) * keys; }
   int64_t cost(const Item& item) const {
-    const int64_t last = std::min(item.position + item.tokens, item.end_chunk * KEY_CHUNK);
-    return cost(item.tokens, last - item.first_chunk * KEY_CHUNK);
+    const int64_t last = std::min<int64_t>(item.position + item.tokens, item.end_tile * KEY_TILE);
+    return cost(item.tokens, last - item.first_tile * KEY_TILE);
   }
 
   // Returns the cost of all.
@@ -211,7 +209,7 @@ class AttentionPlan {
       const int64_t position = step.seq_lens[request] - (starts[request + 1] - begin);
       spans_.push_back({static_cast<int32_t>(request), begin - first_row, position, end - begin});
       const int64_t tasks = (end - begin + tokens_a_task() - 1) / tokens_a_task();
-      total += num_kv_heads_ * cost(end - begin + (tasks - 1) * DIRECT_ROWS / group_, position + (end - begin));
+      total += num_kv_heads_ * cost(end - begin + (tasks - 1) * READING_ROWS / group_, position + (end - begin));
     }
     return total;
   }
@@ -222,17 +220,18 @@ class AttentionPlan {
         Item item{span.request, head, span.row + token, span.position + token, 0, 0, 0, -1};
         item.tokens = static_cast<int32_t>(std::min(tokens_a_task(), span.tokens - token));
         const int64_t keys = item.position + item.tokens;
-        const auto chunks = static_cast<int32_t>((keys + KEY_CHUNK - 1) / KEY_CHUNK);
-        if (chunks == 1 || cost(item.tokens, keys) <= longest_item) {
-          item.end_chunk = chunks;
+        const auto tiles = static_cast<int32_t>((keys + KEY_TILE - 1) / KEY_TILE);
+        const auto piece = static_cast<int32_t>(std::max<int64_t>(1, longest_item / cost(item.tokens, KEY_TILE)));
+        if (tiles <= piece) {
+          item.end_tile = tiles;
           items_.push_back(item);
           continue;
         }
         item.split = static_cast<int32_t>(splits_.size());
-        splits_.push_back({chunks, partials_size_});
-        partials_size_ += chunks * RowStates::size(item.tokens * group_, head_dim_);
-        for (item.first_chunk = 0; item.first_chunk < chunks; ++item.first_chunk) {
-          item.end_chunk = item.first_chunk + 1;
+        splits_.push_back({(tiles + piece - 1) / piece, partials_size_});
+        partials_size_ += tiles * RowStates::size(item.tokens * group_, head_dim_);
+        for (item.first_tile = 0; item.first_tile < tiles; item.first_tile = item.end_tile) {
+          item.end_tile = std::min(tiles, item.first_tile + piece);
           items_.push_back(item);
         }
       }
@@ -319,8 +318,8 @@ KF_INLINE void multiply_add(simd::f32 (&acc)[R][V], const float* x, int64_t x_st
   });
 }
 
-// scores[r][16 g + lane] for V groups from g on. Asks for the values of these keys, if they are read from the cache.
-template <int R, int V, bool FROM_CACHE, class T>
+// scores[r][16 g + lane] for V groups from g on. Can ask for the values of these keys.
+template <int R, int V, bool PREFETCH, class T>
 KF_INLINE void score(const float* q, const KeyTile<T>& tile, int g, int64_t head_dim, float* scores) {
   simd::f32 acc[R][V];
   const T* keys[V];
@@ -334,7 +333,7 @@ KF_INLINE void score(const float* q, const KeyTile<T>& tile, int g, int64_t head
     repeat<V>([&](auto v) KF_LAMBDA {
       load_key_pair(keys[v], stride, even[v], odd[v]);
       keys[v] += stride;
-      if constexpr (FROM_CACHE) prefetch<2 * LANES>(tile.values[g + v] + d * LANES);
+      if constexpr (PREFETCH) prefetch<2 * LANES>(tile.values[g + v] + d * LANES);
     });
     multiply_add(acc, q + d, QUERY_STRIDE, even);
     multiply_add(acc, q + d + 1, QUERY_STRIDE, odd);
@@ -344,21 +343,19 @@ KF_INLINE void score(const float* q, const KeyTile<T>& tile, int g, int64_t head
   });
 }
 
-// weighted[r] = weighted[r] * shrink[r] + sum over keys [begin, end) of weights[r][key] * value, for V * 16 columns;
-// what is in `weighted` does not count if shrink is null. Asks for the keys of the next tile, if there is one.
-template <int R, int V, bool FROM_CACHE, class T>
+// How a key tile's result goes into that of the tiles before it: old * kept + new * taken, for each row.
+struct Shares {
+  float kept[LANES];
+  float taken[LANES];
+};
+
+// weighted[r] = sum over keys [begin, end) of weights[r][key] * value, for V * 16 columns, merged with what is there if
+// there are shares. Can ask for the keys of the next tile.
+template <int R, int V, bool PREFETCH, class T>
 KF_INLINE void weigh(const float* weights, const KeyTile<T>& tile, const KeyTile<T>& next, int begin, int end,
-                     int64_t column, const float* shrink, float* weighted, int64_t head_dim) {
+                     int64_t column, const Shares* shares, float* weighted, int64_t head_dim) {
   simd::f32 acc[R][V];
-  if (shrink) {
-    repeat<R>([&](auto r) KF_LAMBDA {
-      const simd::f32 factor = simd::set1(shrink[r]);
-      const float* old = weighted + r * head_dim + column;
-      repeat<V>([&](auto v) KF_LAMBDA { acc[r][v] = simd::mul(simd::load(old + v * LANES), factor); });
-    });
-  } else {
-    repeat<R>([&](auto r) KF_LAMBDA { repeat<V>([&](auto v) KF_LAMBDA { acc[r][v] = simd::zero(); }); });
-  }
+  repeat<R>([&](auto r) KF_LAMBDA { repeat<V>([&](auto v) KF_LAMBDA { acc[r][v] = simd::zero(); }); });
   const int64_t stride = tile.value_stride;
   for (int key = begin; key < end;) {
     const T* values = tile.values[key / LANES] + key % LANES * stride + column;
@@ -367,7 +364,7 @@ KF_INLINE void weigh(const float* weights, const KeyTile<T>& tile, const KeyTile
     for (const int stop = std::min(end, (key / LANES + 1) * LANES); key < stop; ++key, values += stride) {
       simd::f32 value[V];
       load_values(values, value);
-      if constexpr (FROM_CACHE && V > 1) {
+      if constexpr (PREFETCH && V > 1) {
         repeat<V / 2>([&](auto i) KF_LAMBDA { prefetch_key_pair(coming + i * next.key_stride, next.key_stride); });
         coming += coming_stride;
       }
@@ -375,7 +372,14 @@ KF_INLINE void weigh(const float* weights, const KeyTile<T>& tile, const KeyTile
     }
   }
   repeat<R>([&](auto r) KF_LAMBDA {
-    repeat<V>([&](auto v) KF_LAMBDA { simd::store(weighted + r * head_dim + column + v * LANES, acc[r][v]); });
+    float* out = weighted + r * head_dim + column;
+    if (shares) {
+      const simd::f32 kept = simd::set1(shares->kept[r]), taken = simd::set1(shares->taken[r]);
+      repeat<V>([&](auto v) KF_LAMBDA {
+        acc[r][v] = simd::fma(acc[r][v], taken, simd::mul(simd::load(out + v * LANES), kept));
+      });
+    }
+    repeat<V>([&](auto v) KF_LAMBDA { simd::store(out + v * LANES, acc[r][v]); });
   });
 }
 
@@ -401,20 +405,16 @@ class Attention {
     float* values;       // [KEY_TILE][D]
     float* queries;      // [rows][QUERY_STRIDE], D of it used
     float* scores;       // of a block [rows][KEY_TILE]
-    float* lane_sums;    // [rows][LANES]
     int32_t* positions;  // [rows]
-    RowStates part;      // of the chunk at hand
-    RowStates whole;     // of all chunks before
+    RowStates states;    // of all tiles so far
 
     Scratch(float* memory, int64_t rows, int64_t head_dim)
         : keys(memory),
           values(keys + KEY_TILE * head_dim),
           queries(values + KEY_TILE * head_dim),
           scores(queries + rows * QUERY_STRIDE),
-          lane_sums(scores + BLOCK_ROWS * KEY_TILE),
-          positions(reinterpret_cast<int32_t*>(lane_sums + rows * LANES)),
-          part(lane_sums + rows * (LANES + 1), rows),
-          whole(lane_sums + rows * (LANES + 1) + RowStates::size(rows, head_dim), rows) {}
+          positions(reinterpret_cast<int32_t*>(scores + BLOCK_ROWS * KEY_TILE)),
+          states(scores + BLOCK_ROWS * KEY_TILE + rows, rows) {}
   };
 
   // A strip that attends to keys [begin, end) of a key tile.
@@ -422,10 +422,10 @@ class Attention {
     int64_t row;
     int begin;
     int end;
-    bool is_fresh;  // these are its first keys of the chunk
-    RowStates state;
+    bool merges;      // there are tiles before this one in its states
+    RowStates states;
     float* scores;  // [R][KEY_TILE]
-    float shrink[LANES];
+    Shares shares;
   };
 
   template <class T>
@@ -437,22 +437,23 @@ class Attention {
       for (++item; item < end && joint.is_followed_by(*item); ++item) {
         if ((joint.tokens + item->tokens) * group_ > plan_.scratch_rows()) break;
         joint.tokens += item->tokens;
-        joint.end_chunk = item->end_chunk;
+        joint.end_tile = item->end_tile;
       }
-      with_rows<T, DIRECT_ROWS>(joint, scratch);
+      with_strips<T, simd::FLOAT_ROWS>(joint, scratch);
     }
   }
 
+  // As few strips as there can be, of R rows each or of fewer, so that the last is not left with a row or two.
   template <class T, int R>
-  void with_rows(const AttentionPlan::Item& item, const Scratch& scratch) const {
-    const int64_t rows = item.tokens * group_;
-    if (rows > DIRECT_ROWS) {
-      attend<T, simd::FLOAT_ROWS, true>(item, scratch);
-    } else if (rows == R) {
-      attend<T, R, false>(item, scratch);
-    } else if constexpr (R > 1) {
-      with_rows<T, R - 1>(item, scratch);
+  void with_strips(const AttentionPlan::Item& item, const Scratch& scratch) const {
+    const int64_t rows = item.tokens * group_, strips = (rows + simd::FLOAT_ROWS - 1) / simd::FLOAT_ROWS;
+    if constexpr (R > 1) {
+      if ((rows + strips - 1) / strips < R) return with_strips<T, R - 1>(item, scratch);
     }
+    if constexpr (R > simd::FLOAT_ROWS / 2) {
+      if (rows > DIRECT_ROWS) return attend<T, R, true>(item, scratch);
+    }
+    attend<T, R, false>(item, scratch);
   }
 
   // In strips of R rows, whose keys and values are expanded first or not.
@@ -461,59 +462,37 @@ class Attention {
     const int64_t rows = item.tokens * group_;
     load_queries<R>(item, rows, scratch);
     const int64_t first_key = first_key_of(scratch, 0), end_key = item.position + item.tokens;
-    const int64_t first_chunk = std::max<int64_t>(item.first_chunk, first_key / KEY_CHUNK);
+    const int64_t first_tile = std::max<int64_t>(item.first_tile, first_key / KEY_TILE);
     KeyTile<T> next;
-    if (first_chunk < item.end_chunk) {
-      next = locate<T>(item, std::max(first_key, first_chunk * KEY_CHUNK) / KEY_TILE * KEY_TILE, first_key, end_key);
-    }
-    for (int64_t chunk = first_chunk; chunk < item.end_chunk; ++chunk) {
-      const int64_t begin = std::max(first_key, chunk * KEY_CHUNK) / KEY_TILE * KEY_TILE;
-      const int64_t end = std::min(end_key, (chunk + 1) * KEY_CHUNK);
-      const RowStates part = item.split < 0 ? scratch.part : plan_.partial(item, chunk);
-      for (int64_t start = begin; start < end; start += KEY_TILE) {
-        const KeyTile<T> tile = next;
-        const bool is_last = start + KEY_TILE >= end_key || (start + KEY_TILE) / KEY_CHUNK >= item.end_chunk;
-        if (!is_last) next = locate<T>(item, start + KEY_TILE, first_key, end_key);
-        if constexpr (EXPAND) {
-          const KeyTile<float> expanded = expand(tile, scratch);
-          for (int64_t row = 0; row < rows; row += BLOCK_ROWS) {
-            const int64_t end_row = std::min(rows, row + BLOCK_ROWS);
-            attend_block<R, 2, false>(item, expanded, expanded, start, row, end_row, part, scratch);
-          }
-        } else {
-          attend_block<R, direct_vectors(R), true>(item, tile, next, start, 0, rows, part, scratch);
+    if (first_tile < item.end_tile) next = locate<T>(item, first_tile * KEY_TILE, first_key, end_key);
+    for (int64_t index = first_tile; index < item.end_tile; ++index) {
+      const int64_t start = index * KEY_TILE;
+      const KeyTile<T> tile = next;
+      if (index + 1 < item.end_tile) next = locate<T>(item, start + KEY_TILE, first_key, end_key);
+      const RowStates states = item.split < 0 ? scratch.states : plan_.partial(item, index);
+      if constexpr (EXPAND) {
+        const KeyTile<float> expanded = expand(tile, scratch);
+        constexpr int64_t BLOCK = BLOCK_ROWS / R * R;
+        for (int64_t row = 0; row < rows; row += BLOCK) {
+          attend_block<R, 2, false>(item, expanded, expanded, start, row, std::min(rows, row + BLOCK), states, scratch);
         }
-      }
-      for (int64_t row = 0; row < rows; row += R) {
-        if (!sees_chunk<R>(scratch, row, chunk)) continue;
-        const bool is_first = item.split < 0 && is_first_chunk(scratch, row, chunk);
-        const RowStates& state = is_first ? scratch.whole : part;
-        for (int r = 0; r < R; ++r) state.sum[row + r] = simd::sum(simd::load(scratch.lane_sums + (row + r) * LANES));
-        if (item.split < 0 && !is_first) merge<R>(part, row, scratch.whole);
+      } else {
+        attend_block<R, direct_vectors(R), true>(item, tile, next, start, 0, rows, states, scratch);
       }
     }
     if (item.split >= 0) {
       if (!plan_.finish_piece(item)) return;
       for (int64_t row = 0; row < rows; row += R) {
-        reset<R>(scratch.whole, row);
-        for (int64_t chunk = 0; chunk < plan_.split(item).pieces; ++chunk) {
-          if (sees_chunk<R>(scratch, row, chunk)) merge<R>(plan_.partial(item, chunk), row, scratch.whole);
-        }
+        const int64_t first = first_key_of(scratch, row) / KEY_TILE, last = scratch.positions[row + R - 1] / KEY_TILE;
+        reset<R>(scratch.states, row);
+        for (int64_t index = first; index <= last; ++index) merge<R>(plan_.partial(item, index), row, scratch.states);
       }
     }
-    write(item, rows, scratch.whole);
+    write(item, rows, scratch.states);
   }
 
   int64_t first_key_of(const Scratch& scratch, int64_t row) const {
     return args_.window ? std::max<int64_t>(0, scratch.positions[row] + 1 - args_.window) : 0;
-  }
-  // Whether the strip at `row` begins to see keys in this chunk.
-  bool is_first_chunk(const Scratch& scratch, int64_t row, int64_t chunk) const {
-    return first_key_of(scratch, row) / KEY_CHUNK == chunk;
-  }
-  template <int R>
-  bool sees_chunk(const Scratch& scratch, int64_t row, int64_t chunk) const {
-    return first_key_of(scratch, row) < (chunk + 1) * KEY_CHUNK && scratch.positions[row + R - 1] >= chunk * KEY_CHUNK;
   }
 
   template <int R>
@@ -613,11 +592,12 @@ class Attention {
   }
 
   // Lets rows [row, end_row) attend to the key tile that begins at position `start`. Loops so that what several strips
-  // need is in the first cache level when they come: V groups of keys, then V vectors of every value.
+  // need is in the first cache level when they come: V groups of keys, then V vectors of every value. What comes next
+  // from the cache is asked for by the first strip.
   template <int R, int V, bool FROM_CACHE, class T>
   void attend_block(const AttentionPlan::Item& item, const KeyTile<T>& tile, const KeyTile<T>& next, int64_t start,
-                    int64_t row, int64_t end_row, const RowStates& part, const Scratch& scratch) const {
-    Strip strips[FROM_CACHE ? 1 : BLOCK_ROWS / R];
+                    int64_t row, int64_t end_row, const RowStates& states, const Scratch& scratch) const {
+    Strip strips[BLOCK_ROWS / R];
     int count = 0;
     float* scores = scratch.scores;
     for (; row < end_row; row += R) {
@@ -627,9 +607,8 @@ class Attention {
       strip.begin = static_cast<int>(std::max<int64_t>(0, first_key - start));
       if (strip.begin >= strip.end) continue;
       strip.row = row;
-      strip.is_fresh = std::max(first_key, start / KEY_CHUNK * KEY_CHUNK) >= start;
-      const bool is_first = item.split < 0 && is_first_chunk(scratch, row, start / KEY_CHUNK);
-      strip.state = (is_first ? scratch.whole : part).from(row, head_dim_);
+      strip.merges = item.split < 0 && first_key < start;
+      strip.states = states.from(row, head_dim_);
       strip.scores = scores;
       scores += R * KEY_TILE;
       ++count;
@@ -638,7 +617,12 @@ class Attention {
       for (int i = 0; i < count; ++i) {
         const Strip& strip = strips[i];
         if (strip.begin >= (g + V) * LANES || strip.end <= g * LANES) continue;
-        score<R, V, FROM_CACHE>(scratch.queries + strip.row * QUERY_STRIDE, tile, g, head_dim_, strip.scores);
+        const float* queries = scratch.queries + strip.row * QUERY_STRIDE;
+        if (FROM_CACHE && i == 0) {
+          score<R, V, true>(queries, tile, g, head_dim_, strip.scores);
+        } else {
+          score<R, V, false>(queries, tile, g, head_dim_, strip.scores);
+        }
       }
     }
     for (int i = 0; i < count; ++i) weights<R>(start, strips[i], scratch);
@@ -652,14 +636,20 @@ class Attention {
     for (; column + V * LANES <= head_dim_; column += V * LANES) {
       for (int i = 0; i < count; ++i) {
         const Strip& strip = strips[i];
-        weigh<R, V, FROM_CACHE>(strip.scores, tile, next, strip.begin, strip.end, column,
-                                strip.is_fresh ? nullptr : strip.shrink, strip.state.weighted, head_dim_);
+        const Shares* shares = strip.merges ? &strip.shares : nullptr;
+        if (FROM_CACHE && i == 0) {
+          weigh<R, V, true>(strip.scores, tile, next, strip.begin, strip.end, column, shares, strip.states.weighted,
+                            head_dim_);
+        } else {
+          weigh<R, V, false>(strip.scores, tile, next, strip.begin, strip.end, column, shares, strip.states.weighted,
+                             head_dim_);
+        }
       }
     }
     if constexpr (V > 1) weigh_columns<R, V / 2, FROM_CACHE>(tile, next, column, strips, count);
   }
 
-  // Turns scores into weights, given the highest score so far.
+  // Turns scores into weights, and merges the highest score and the sum into those of the tiles before.
   template <int R>
   void weights(int64_t start, Strip& strip, const Scratch& scratch) const {
     const int first = strip.begin / LANES, last = (strip.end + LANES - 1) / LANES;
@@ -668,29 +658,36 @@ class Attention {
     const bool hides_later = positions[0] + 1 - start < last * LANES;
     const bool hides_earlier = args_.window && positions[R - 1] + 1 - args_.window - start > first * LANES;
     if (hides_later || hides_earlier) hide<R>(positions, start, strip.scores, first, last);
-    float here[LANES] = {};
-    for (int r = 0; r < R; ++r) {
-      const float* s = strip.scores + r * KEY_TILE;
-      simd::f32 top = simd::load(s + first * LANES);
-      for (int g = first + 1; g < last; ++g) top = simd::max(top, simd::load(s + g * LANES));
-      here[r] = simd::largest(top);
-    }
-    const simd::f32 before = strip.is_fresh ? simd::set1(LOWEST_SCORE) : simd::load_first(strip.state.highest, R);
-    const simd::f32 now = simd::max(before, simd::load(here));
-    simd::store_first(strip.state.highest, now, R);
-    simd::store(strip.shrink, simd::exp2(simd::sub(before, now)));
+    float highest[LANES] = {}, sums[LANES] = {};
     for (int r = 0; r < R; ++r) {
       float* s = strip.scores + r * KEY_TILE;
-      float* lane_sums = scratch.lane_sums + (strip.row + r) * LANES;
-      const simd::f32 top = simd::set1(strip.state.highest[r]);
-      simd::f32 sum = strip.is_fresh ? simd::zero() : simd::mul(simd::load(lane_sums), simd::set1(strip.shrink[r]));
+      simd::f32 top = simd::load(s + first * LANES);
+      for (int g = first + 1; g < last; ++g) top = simd::max(top, simd::load(s + g * LANES));
+      highest[r] = std::max(LOWEST_SCORE, simd::largest(top));
+      top = simd::set1(highest[r]);
+      simd::f32 sum = simd::zero();
       for (int g = first; g < last; ++g) {
         const simd::f32 weight = simd::exp2(simd::sub(simd::load(s + g * LANES), top));
         simd::store(s + g * LANES, weight);
         sum = simd::add(sum, weight);
       }
-      simd::store(lane_sums, sum);
+      sums[r] = simd::sum(sum);
     }
+    simd::f32 now = simd::load(highest), sum = simd::load(sums);
+    if (strip.merges) merge_sums<R>(strip.states, now, sum, strip.shares);
+    simd::store_first(strip.states.highest, now, R);
+    simd::store_first(strip.states.sum, sum, R);
+  }
+
+  // Takes a strip's states so far into the highest scores and the sums of a part that comes after them.
+  template <int R>
+  static void merge_sums(const RowStates& states, simd::f32& highest, simd::f32& sum, Shares& shares) {
+    const simd::f32 before = simd::load_first(states.highest, R), now = simd::max(before, highest);
+    const simd::f32 kept = simd::exp2(simd::sub(before, now)), taken = simd::exp2(simd::sub(highest, now));
+    sum = simd::fma(sum, taken, simd::mul(simd::load_first(states.sum, R), kept));
+    highest = now;
+    simd::store(shares.kept, kept);
+    simd::store(shares.taken, taken);
   }
 
   template <int R>
@@ -726,31 +723,28 @@ class Attention {
     std::fill(states.weighted + row * head_dim_, states.weighted + (row + R) * head_dim_, 0.0f);
   }
 
-  // whole += part, for a strip.
+  // all += part, for a strip.
   template <int R>
-  void merge(const RowStates& all_parts, int64_t row, const RowStates& all) const {
-    const RowStates part = all_parts.from(row, head_dim_), whole = all.from(row, head_dim_);
-    const simd::f32 before = simd::load_first(whole.highest, R), here = simd::load_first(part.highest, R);
-    const simd::f32 now = simd::max(before, here);
-    const simd::f32 kept = simd::exp2(simd::sub(before, now)), taken = simd::exp2(simd::sub(here, now));
-    simd::store_first(whole.highest, now, R);
-    const simd::f32 sum = simd::mul(simd::load_first(whole.sum, R), kept);
-    simd::store_first(whole.sum, simd::fma(simd::load_first(part.sum, R), taken, sum), R);
-    float keep[LANES], take[LANES];
-    simd::store(keep, kept);
-    simd::store(take, taken);
+  void merge(const RowStates& part, int64_t row, const RowStates& all) const {
+    const RowStates from = part.from(row, head_dim_), to = all.from(row, head_dim_);
+    simd::f32 highest = simd::load_first(from.highest, R), sum = simd::load_first(from.sum, R);
+    Shares shares;
+    merge_sums<R>(to, highest, sum, shares);
+    simd::store_first(to.highest, highest, R);
+    simd::store_first(to.sum, sum, R);
     for (int r = 0; r < R; ++r) {
+      const simd::f32 kept = simd::set1(shares.kept[r]), taken = simd::set1(shares.taken[r]);
       for (int64_t at = r * head_dim_; at < (r + 1) * head_dim_; at += LANES) {
-        const simd::f32 old = simd::mul(simd::load(whole.weighted + at), simd::set1(keep[r]));
-        simd::store(whole.weighted + at, simd::fma(simd::load(part.weighted + at), simd::set1(take[r]), old));
+        const simd::f32 old = simd::mul(simd::load(to.weighted + at), kept);
+        simd::store(to.weighted + at, simd::fma(simd::load(from.weighted + at), taken, old));
       }
     }
   }
 
-  void write(const AttentionPlan::Item& item, int64_t rows, const RowStates& whole) const {
+  void write(const AttentionPlan::Item& item, int64_t rows, const RowStates& states) const {
     for (int64_t row = 0; row < rows; ++row) {
-      const float inverse = 1.0f / whole.sum[row];
-      const float* weighted = whole.weighted + row * head_dim_;
+      const float inverse = 1.0f / states.sum[row];
+      const float* weighted = states.weighted + row * head_dim_;
       float* out = args_.out + head_of(item, row) * head_dim_;
       int64_t d = 0;
       if (args_.cache.is_bf16) {
