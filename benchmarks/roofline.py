@@ -77,6 +77,8 @@ def products(name: str, kernels: NativeKernels, peaks: dict[str, float]) -> None
     for num_rows in ROWS:
         calls: list[Call] = []
         sources: dict[int, dict[str, Any]] = {}
+        # As in a program, layers write where those before them did: what is written stays in the caches.
+        outs = {rows: torch.empty(num_rows, rows) for rows, _ in SHAPES}
         for width in (HIDDEN, INNER):
             x = torch.randn(num_rows, width)
             sources[width] = {"x": x}
@@ -86,8 +88,8 @@ def products(name: str, kernels: NativeKernels, peaks: dict[str, float]) -> None
                 sources[width] = {"codes": codes}
         for matrix in (matrix for layer in layers for matrix in layer):
             constants = {"weight": matrix.address, "softcap": 0.0}
-            out = torch.empty(num_rows, matrix.shape[0])
-            calls.append(Call(OpCode.LINEAR, {**sources[matrix.shape[1]], "bias": None}, {"out": out}, constants))
+            operands = {**sources[matrix.shape[1]], "bias": None}
+            calls.append(Call(OpCode.LINEAR, operands, {"out": outs[matrix.shape[0]]}, constants))
         ops = (OpStruct * len(calls))(*(call.to_struct(starts_phase=True) for call in calls))
 
         def step(ops: ctypes.Array[OpStruct] = ops, num_rows: int = num_rows) -> None:

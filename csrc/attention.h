@@ -280,14 +280,14 @@ struct KeyTile {
 
 template <int COUNT, class T>
 KF_INLINE void prefetch(const T* p) {
-  repeat<COUNT * sizeof(T) / 64>([&](auto i) KF_LAMBDA { __builtin_prefetch(p + i * 64 / sizeof(T)); });
+  repeat<COUNT * sizeof(T) / 64>([&](auto i) KF_LAMBDA { __builtin_prefetch(p + i * 64 / sizeof(T), 0, 2); });
 }
 // What load_key_pair would read.
 KF_INLINE void prefetch_key_pair(const float* p, int64_t stride) {
-  __builtin_prefetch(p);
-  __builtin_prefetch(p + stride / 2);
+  __builtin_prefetch(p, 0, 2);
+  __builtin_prefetch(p + stride / 2, 0, 2);
 }
-KF_INLINE void prefetch_key_pair(const uint16_t* p, int64_t) { __builtin_prefetch(p); }
+KF_INLINE void prefetch_key_pair(const uint16_t* p, int64_t) { __builtin_prefetch(p, 0, 2); }
 
 KF_INLINE void load_key_pair(const float* p, int64_t stride, simd::f32& even, simd::f32& odd) {
   even = simd::load(p);

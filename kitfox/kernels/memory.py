@@ -16,9 +16,12 @@ def lazy_zeros(num_bytes: int) -> Tensor:
 
     With small pages every 4 KiB that a step reads cost a lookup.
     """
-    memory = mmap.mmap(-1, max(num_bytes, 1))
     if hasattr(mmap, "MADV_HUGEPAGE"):
+        # Private: what processes could share counts as a file, for which most systems have no huge pages.
+        memory = mmap.mmap(-1, max(num_bytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         memory.madvise(mmap.MADV_HUGEPAGE)
+    else:
+        memory = mmap.mmap(-1, max(num_bytes, 1))
     return torch.from_numpy(np.frombuffer(memory, dtype=np.uint8))[:num_bytes]
 
 
