@@ -131,11 +131,12 @@ def _check_address(options: ServerOptions) -> None:
 def _print_plan(config: EngineConfig, memory_bytes: int | None = None) -> None:
     """Fetch the model if need be, and print what it will take; memory_bytes as in `make_plan`."""
     from kitfox.plan import make_plan, render
+    from kitfox.spec_decode.proposers import guesser_of
     from kitfox.weights.hub import resolve_model
     from kitfox.weights.model_config import read_model_config
 
     path = resolve_model(config.model.model, revision=config.model.revision).path
-    print(render(make_plan(config, read_model_config(path), memory_bytes)), flush=True)
+    print(render(make_plan(config, read_model_config(path), memory_bytes, guesser_of(config))), flush=True)
 
 
 def _announce(llm: AsyncLLM, address: str, started: float) -> None:

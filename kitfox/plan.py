@@ -38,6 +38,23 @@ NATIVE_TILE_ROWS = 264
 
 
 @dataclass(frozen=True)
+class Guesser:
+    """What speculative decoding takes where a model guesses: a second, smaller one, or a head.
+
+    Attributes:
+        model: as it was named.
+        weights_bytes: activations included.
+        kv_bytes_per_token: in the model's KV cache, or in one of its own.
+        own_kv_bytes: most that its own KV cache may take; None where it has a layer in the model's.
+    """
+
+    model: str
+    weights_bytes: int
+    kv_bytes_per_token: int
+    own_kv_bytes: int | None
+
+
+@dataclass(frozen=True)
 class MemoryPlan:
     """What will be allocated on the device.
 
@@ -52,6 +69,7 @@ class MemoryPlan:
         memory_bytes: memory of the device, or the container's limit where that is lower.
         budget_bytes: the share of it that weights, activations and KV may take together.
         kv_limit: what decided num_blocks.
+        guesser: None where none takes memory.
     """
 
     model: str
@@ -69,6 +87,7 @@ class MemoryPlan:
     memory_bytes: int
     budget_bytes: int
     kv_limit: str
+    guesser: Guesser | None = None
 
     @property
     def dtype(self) -> str:
@@ -83,8 +102,21 @@ class MemoryPlan:
         return self.num_blocks * self.block_size * self.kv_bytes_per_token
 
     @property
+    def fixed_bytes(self) -> int:
+        """What there is room for KV beside."""
+        return self.weights_bytes + self.activation_bytes + (self.guesser.weights_bytes if self.guesser else 0)
+
+    @property
+    def guesser_kv_bytes(self) -> int:
+        """What a guesser's own KV cache takes: it has no more blocks than the model's."""
+        if self.guesser is None or self.guesser.own_kv_bytes is None:
+            return 0
+        block_bytes = self.block_size * self.guesser.kv_bytes_per_token
+        return min(self.num_blocks, self.guesser.own_kv_bytes // block_bytes) * block_bytes
+
+    @property
     def total_bytes(self) -> int:
-        return self.weights_bytes + self.activation_bytes + self.kv_bytes
+        return self.fixed_bytes + self.kv_bytes + self.guesser_kv_bytes
 
     @property
     def num_full_context_requests(self) -> int:
@@ -92,29 +124,51 @@ class MemoryPlan:
         return min(self.max_num_seqs, self.num_blocks // _ceil_div(self.max_model_len, self.block_size))
 
 
-def make_plan(config: EngineConfig, model_config: ModelConfig, memory_bytes: int | None = None) -> MemoryPlan:
+def make_plan(
+    config: EngineConfig,
+    model_config: ModelConfig,
+    memory_bytes: int | None = None,
+    guesser: Guesser | None = None,
+) -> MemoryPlan:
     """Divide the device's memory.
 
     Args:
         memory_bytes: memory of the device; None means ask the machine.
+        guesser: see `spec_decode.proposers.guesser_of`.
 
     Raises:
         ConfigError: not even one request of max_model_len fits; the message ends with the one change that helps.
     """
-    device = "cuda" if config.device.device.startswith("cuda") else config.device.device
-    if device == "auto":
-        device = "cuda" if _cuda_memory_bytes() else "cpu"
+    device = planned_device(config)
     if memory_bytes is None:
         memory_bytes = (_cuda_memory_bytes() if device == "cuda" else None) or machine_memory_bytes()
-    plan = _divide(config, model_config, device, memory_bytes)
+    plan = _divide(config, model_config, device, memory_bytes, guesser)
     problem = _problem(plan, config)
     if problem is None:
         _check_unsplit_prompts(config, plan)
         return plan
     for flag, changed in _changes(config, model_config, plan):
-        if _problem(_divide(changed, model_config, device, memory_bytes), changed) is None:
+        if _problem(_divide(changed, model_config, device, memory_bytes, guesser), changed) is None:
             raise ConfigError(f"{problem}. This would fit: {flag}", param=flag.split()[0].lstrip("-").replace("-", "_"))
     raise ConfigError(f"{problem}. No single setting makes it fit: choose a smaller model or a larger machine")
+
+
+def plan_draft(config: EngineConfig, model_config: ModelConfig, *, own_kv_bytes: int, num_tokens: int) -> Guesser:
+    """What a draft model takes.
+
+    Args:
+        config, model_config: of the draft model.
+        own_kv_bytes: most that its KV cache may take.
+        num_tokens: most that it computes at a time.
+    """
+    precision = resolve_precision(config, model_config, planned_device(config))
+    weights_bytes = _weights_bytes(precision, model_config, count_parameters(model_config))
+    return Guesser(
+        config.model.model,
+        weights_bytes + count_activation_bytes(config, model_config, precision, num_tokens),
+        model_config.kv_bytes_per_token(DTYPE_BYTES[precision.kv_dtype]),
+        own_kv_bytes,
+    )
 
 
 def settle(config: EngineConfig, plan: MemoryPlan) -> EngineConfig:
@@ -268,6 +322,7 @@ def render(plan: MemoryPlan) -> str:
             f"{plan.num_blocks:,} blocks of {plan.block_size} = {total_tokens:,} tokens in {plan.kv_dtype}, "
             f"{_size(plan.kv_bytes_per_token)} a token",
         ),
+        *_guesser_rows(plan),
         ("total", _size(plan.total_bytes), f"of {_size(plan.memory_bytes)} on {plan.device}"),
         (
             "room for",
@@ -278,6 +333,27 @@ def render(plan: MemoryPlan) -> str:
     lines = [f"memory plan of {plan.model}"]
     lines += [f"  {name:<12} {amount:>10}  {remark}" for name, amount, remark in rows]
     return "\n".join([*lines, f"  KV cache size decided by {plan.kv_limit}"])
+
+
+def _guesser_rows(plan: MemoryPlan) -> list[tuple[str, str, str]]:
+    guesser = plan.guesser
+    if guesser is None:
+        return []
+    token = f"{_size(guesser.kv_bytes_per_token)} a token"
+    remark = f"weights and activations of {guesser.model}"
+    if guesser.own_kv_bytes is None:
+        return [("guesses", _size(guesser.weights_bytes), f"{remark}; {token} of the KV cache above are its")]
+    return [
+        ("guesses", _size(guesser.weights_bytes), remark),
+        ("their KV", _size(plan.guesser_kv_bytes), f"{token}, at most {_size(guesser.own_kv_bytes)}"),
+    ]
+
+
+def planned_device(config: EngineConfig) -> str:
+    """ "cpu" or "cuda"."""
+    if config.device.device == "auto":
+        return "cuda" if _cuda_memory_bytes() else "cpu"
+    return config.device.device.partition(":")[0]
 
 
 def machine_memory_bytes() -> int:
@@ -324,9 +400,14 @@ def _cuda_memory_bytes() -> int | None:
     return min(sizes, default=None) if answer.returncode == 0 else None
 
 
-def _divide(config: EngineConfig, model_config: ModelConfig, device: str, memory_bytes: int) -> MemoryPlan:
+def _divide(
+    config: EngineConfig, model_config: ModelConfig, device: str, memory_bytes: int, guesser: Guesser | None
+) -> MemoryPlan:
     """The plan, whether it fits or not."""
     precision = resolve_precision(config, model_config, device)
+    kv_bytes_per_token = model_config.kv_bytes_per_token(DTYPE_BYTES[precision.kv_dtype])
+    if guesser is not None and guesser.own_kv_bytes is None:
+        kv_bytes_per_token += guesser.kv_bytes_per_token
     num_parameters = count_parameters(model_config)
     num_tokens = token_budget(config, model_config, device)
     plan = MemoryPlan(
@@ -337,7 +418,7 @@ def _divide(config: EngineConfig, model_config: ModelConfig, device: str, memory
         weights_bytes=_weights_bytes(precision, model_config, num_parameters),
         activation_bytes=count_activation_bytes(config, model_config, precision, num_tokens),
         max_num_batched_tokens=num_tokens,
-        kv_bytes_per_token=model_config.kv_bytes_per_token(DTYPE_BYTES[precision.kv_dtype]),
+        kv_bytes_per_token=kv_bytes_per_token,
         block_size=config.cache.block_size,
         num_blocks=0,
         max_model_len=resolve_max_model_len(config, model_config),
@@ -345,6 +426,7 @@ def _divide(config: EngineConfig, model_config: ModelConfig, device: str, memory
         memory_bytes=memory_bytes,
         budget_bytes=int(memory_bytes * config.cache.memory_fraction),
         kv_limit="",
+        guesser=guesser,
     )
     num_blocks, kv_limit = _size_pool(plan, config)
     max_model_len = plan.max_model_len
@@ -361,9 +443,11 @@ def _size_pool(plan: MemoryPlan, config: EngineConfig) -> tuple[int, str]:
     if config.cache.memory_bytes is not None:
         return config.cache.memory_bytes // block_bytes, "the KV cache bytes given"
     blocks_per_request = _ceil_div(plan.max_model_len, plan.block_size)
-    left = max(plan.budget_bytes - plan.weights_bytes - plan.activation_bytes, 0) // block_bytes
     limits = [
-        (left, f"the memory share of {config.cache.memory_fraction:g} (--gpu-memory-utilization)"),
+        (
+            _blocks_in(plan, plan.budget_bytes - plan.fixed_bytes),
+            f"the memory share of {config.cache.memory_fraction:g} (--gpu-memory-utilization)",
+        ),
         (plan.max_num_seqs * blocks_per_request, "what max_num_seqs requests of max_model_len can use"),
     ]
     if plan.device == "cpu":
@@ -372,16 +456,29 @@ def _size_pool(plan: MemoryPlan, config: EngineConfig) -> tuple[int, str]:
     return min(limits, key=lambda limit: limit[0])
 
 
+def _blocks_in(plan: MemoryPlan, num_bytes: int) -> int:
+    """How many blocks fit, beside as many of a guesser's own KV cache as that may have."""
+    block_bytes = plan.block_size * plan.kv_bytes_per_token
+    num_bytes = max(num_bytes, 0)
+    if plan.guesser is None or plan.guesser.own_kv_bytes is None:
+        return num_bytes // block_bytes
+    guesser_block_bytes = plan.block_size * plan.guesser.kv_bytes_per_token
+    most_own = plan.guesser.own_kv_bytes // guesser_block_bytes * guesser_block_bytes
+    return max(num_bytes // (block_bytes + guesser_block_bytes), max(num_bytes - most_own, 0) // block_bytes)
+
+
 def _problem(plan: MemoryPlan, config: EngineConfig) -> str | None:
     """Why a plan cannot run, None when it can."""
     needed = _ceil_div(plan.max_model_len, plan.block_size)
     others = f"weights take {_size(plan.weights_bytes)}, activations {_size(plan.activation_bytes)}"
+    if plan.guesser is not None:
+        others += f", {plan.guesser.model} {_size(plan.guesser.weights_bytes + plan.guesser_kv_bytes)}"
     if plan.num_blocks < needed:
         needed_bytes = needed * plan.block_size * plan.kv_bytes_per_token
         request = f"One request of {plan.max_model_len:,} tokens needs {needed:,} KV blocks ({_size(needed_bytes)})"
         if config.cache.num_blocks is not None or config.cache.memory_bytes is not None:
             return f"{request}, and {plan.kv_limit} allows {plan.num_blocks:,} ({_size(plan.kv_bytes)})"
-        room = max(plan.budget_bytes - plan.weights_bytes - plan.activation_bytes, 0)
+        room = max(plan.budget_bytes - plan.fixed_bytes, 0)
         share = f"{config.cache.memory_fraction:g} of {_size(plan.memory_bytes)}"
         return f"{request}, and there is room for {_size(room)}: {others}, of {_size(plan.budget_bytes)} ({share})"
     if plan.total_bytes > plan.memory_bytes:
@@ -396,11 +493,11 @@ def _changes(config: EngineConfig, model: ModelConfig, plan: MemoryPlan) -> Iter
     block_bytes = plan.block_size * plan.kv_bytes_per_token
     needed_bytes = _ceil_div(plan.max_model_len, plan.block_size) * block_bytes
     if cache.num_blocks is not None and plan.num_blocks * block_bytes > needed_bytes:
-        fitting = max(plan.memory_bytes - plan.weights_bytes - plan.activation_bytes, 0) // block_bytes
+        fitting = _blocks_in(plan, plan.memory_bytes - plan.fixed_bytes)
         if fitting:
             yield f"--num-gpu-blocks-override {fitting}", config.replace(cache={"num_blocks": fitting})
     if cache.num_blocks is None and cache.memory_bytes is not None and plan.kv_bytes > needed_bytes:
-        fitting = plan.memory_bytes - plan.weights_bytes - plan.activation_bytes
+        fitting = _blocks_in(plan, plan.memory_bytes - plan.fixed_bytes) * block_bytes
         if fitting > 0:
             yield f"--kv-cache-memory-bytes {fitting}", config.replace(cache={"memory_bytes": fitting})
     room_tokens = plan.num_blocks * plan.block_size
@@ -412,7 +509,7 @@ def _changes(config: EngineConfig, model: ModelConfig, plan: MemoryPlan) -> Iter
     if cache.num_blocks is None and cache.memory_bytes is not None:
         yield f"--kv-cache-memory-bytes {needed_bytes}", config.replace(cache={"memory_bytes": needed_bytes})
     if cache.num_blocks is None and cache.memory_bytes is None:
-        total = plan.weights_bytes + plan.activation_bytes + needed_bytes
+        total = dataclasses.replace(plan, num_blocks=needed_bytes // block_bytes).total_bytes
         fraction = math.ceil(100 * total / plan.memory_bytes) / 100
         if cache.memory_fraction < fraction <= LARGEST_ADVISED_FRACTION:
             changed = config.replace(cache={"memory_fraction": fraction})

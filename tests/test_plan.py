@@ -14,6 +14,7 @@ from kitfox.kernels import library
 from kitfox.plan import (
     AUTOMATIC_KV_BYTES_ON_CPU,
     NATIVE_TILE_ROWS,
+    Guesser,
     MemoryPlan,
     Precision,
     _cgroup_limits,
@@ -26,6 +27,7 @@ from kitfox.plan import (
     resolve_precision,
     token_budget,
 )
+from kitfox.spec_decode.proposers import guesser_of
 
 GIB = 1 << 30
 SMOLLM2 = ModelConfig("LlamaForCausalLM", 49152, 576, 1536, 30, 9, 3, 64, 8192, tie_word_embeddings=True)
@@ -325,3 +327,52 @@ def test_a_quantised_checkpoint_that_is_not_kept_so_has_the_devices_float() -> N
     unkept = config(model={"quantization": "none"})
     assert resolve_precision(unkept, quantised, "cpu").dtype == "float32"
     assert resolve_precision(unkept, quantised, "cuda").dtype == "bfloat16"
+
+
+class TestGuesser:
+    """A second model, or a head, beside the model."""
+
+    # A head with half of TINY's KV in the same blocks, and a draft model with as much KV of its own.
+    HEAD = Guesser("head", 5000, 32, None)
+
+    @staticmethod
+    def draft(own_blocks: int) -> Guesser:
+        return Guesser("draft", 5000, 64, own_blocks * 2048 + 100)
+
+    def test_a_head_makes_every_block_larger(self) -> None:
+        settings = config(model={"max_model_len": 320})
+        plan = make_plan(settings, TINY, tiny_memory(30, settings) + 2 * 5000, self.HEAD)
+        assert (plan.kv_bytes_per_token, plan.num_blocks) == (96, 20)
+        assert plan.total_bytes == plan.budget_bytes
+        assert "guesses" in render(plan)
+
+    @pytest.mark.parametrize(("own_blocks", "num_blocks"), [(100, 15), (12, 18), (0, 30)])
+    def test_a_draft_model_has_a_cache_of_its_own(self, own_blocks: int, num_blocks: int) -> None:
+        """It has no more blocks than the model's: 15 and 15, or 18 and 12, of 30."""
+        settings = config(model={"max_model_len": 320})
+        plan = make_plan(settings, TINY, tiny_memory(30, settings) + 2 * 5000, self.draft(own_blocks))
+        assert (plan.kv_bytes_per_token, plan.num_blocks) == (64, num_blocks)
+        assert plan.guesser_kv_bytes == min(own_blocks, num_blocks) * 2048
+        assert plan.total_bytes == plan.budget_bytes
+
+    def test_what_does_not_fit_beside_it_is_refused_with_what_would(self) -> None:
+        memory = tiny_memory(40, config())
+        assert make_plan(config(), TINY, memory).num_blocks == 40
+        with pytest.raises(ConfigError, match=r"activations .*, draft ") as caught:
+            make_plan(config(), TINY, memory, self.draft(100))
+        flag, value = advice(caught.value)
+        assert flag == "--max-model-len"
+        changed = config(model={"max_model_len": int(value)})
+        assert make_plan(changed, TINY, memory, self.draft(100)).num_full_context_requests == 1
+
+    def test_of_a_draft_model(self, tmp_path: Path) -> None:
+        (tmp_path / "config.json").write_text(
+            '{"architectures": ["LlamaForCausalLM"], "vocab_size": 100, "hidden_size": 8, "intermediate_size": 16, '
+            '"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1, '
+            '"max_position_embeddings": 1024, "tie_word_embeddings": false, "torch_dtype": "float32"}'
+        )
+        options = {"model": str(tmp_path), "memory_bytes": 5000, "chunk_tokens": 10}
+        settings = config(speculation={"method": "draft", "options": options}, scheduler={"max_num_seqs": 4})
+        activations = count_activation_bytes(settings, TINY, REFERENCE, 10)
+        assert guesser_of(settings) == Guesser(str(tmp_path), TINY_PARAMETERS * 4 + activations, 64, 5000)
+        assert guesser_of(config(speculation={"method": "suffix"})) is None

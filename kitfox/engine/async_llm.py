@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -81,6 +81,7 @@ class AsyncLLM:
     ):
         """default_sampling_params: of `SamplingParams`, for what requests leave out; see `read_generation_defaults`."""
         self.config = config
+        self._first_scheduling = config.scheduler
         self.model_config = model_config
         self.path = path
         self.max_model_len = max_model_len
@@ -285,13 +286,13 @@ class AsyncLLM:
         mine = self.tracer.of_request(request_id)
         if self._state in ("ok", "draining"):
             with contextlib.suppress(EngineDeadError):
-                mine += (await self._control("trace", request_id)).events
+                mine += (await self._control("trace", request_id=request_id)).events
         return sorted(mine, key=lambda event: event.time_s)
 
     # ---- control ------------------------------------------------------------------------------------------------
 
-    async def _control(self, command: Command, request_id: str = "", adapter: Adapter | None = None) -> ControlAnswer:
-        """Have the engine do something between two steps.
+    async def _control(self, command: Command, **operands: Any) -> ControlAnswer:
+        """Have the engine do something between two steps; `operands` are fields of ControlEngine.
 
         Raises:
             EngineDeadError: it is not there, or died before it answered.
@@ -301,8 +302,7 @@ class AsyncLLM:
         number = self._num_commands
         answer: asyncio.Future[ControlAnswer] = asyncio.get_running_loop().create_future()
         self._answers[number] = answer
-        adapter_id, path = (0, "") if adapter is None else (adapter.adapter_id, adapter.path)
-        self._client.control(ControlEngine(number, command, request_id, adapter_id, path))
+        self._client.control(ControlEngine(number, command, **operands))
         try:
             answered = await answer
         finally:
@@ -322,7 +322,8 @@ class AsyncLLM:
             raise InvalidParameterError("lora_name", f"must be one of at most {most} adapters (--max-cpu-loras)", name)
         adapter = self._note_adapter(name, path)
         try:
-            problem = (await self._control("load_adapter", adapter=adapter)).problem
+            loaded = await self._control("load_adapter", adapter_id=adapter.adapter_id, path=adapter.path)
+            problem = loaded.problem
         except BaseException:
             del self.adapters[name]
             raise
@@ -340,7 +341,7 @@ class AsyncLLM:
         """
         adapter = self._adapter(name)
         del self.adapters[name]
-        await self._control("unload_adapter", adapter=adapter)
+        await self._control("unload_adapter", adapter_id=adapter.adapter_id)
 
     def _adapter(self, name: str) -> Adapter:
         adapter = self.adapters.get(name)
@@ -416,6 +417,37 @@ class AsyncLLM:
         """What both processes recorded since `start_profile`."""
         events = self.tracer.stop_profile()
         return events + (await self._control("stop_profile")).events
+
+    async def set_scheduling(self, changes: Mapping[str, int]) -> None:
+        """Change fields of the scheduler's configuration from the next step on, for as long as this server runs.
+
+        Raises:
+            InvalidParameterError: one of them is beyond what memory was made for at the start, or below what works.
+        """
+        first = self._first_scheduling
+        least = 1 if first.enable_chunked_prefill else self.max_model_len  # a step must hold a whole prompt then
+        most = first.max_num_batched_tokens
+        assert most is not None, "the plan has decided"
+        limits = {
+            "max_num_seqs": (1, first.max_num_seqs),
+            "max_num_batched_tokens": (least, most),
+            "long_prefill_token_threshold": (0, self.max_model_len),
+        }
+        for name, value in changes.items():
+            lowest, highest = limits[name]
+            if not lowest <= value <= highest:
+                raise InvalidParameterError(name, f"must be in [{lowest}, {highest}] as the server was started", value)
+        config = self.config.replace(scheduler=dict(changes))
+        await self._control("set_scheduling", scheduling=config.scheduler)
+        self.config = config
+
+    async def slow_down(self, seconds: float) -> None:
+        """Sleep after each step; 0 ends it."""
+        await self._control("slow_down", step_sleep_s=seconds)
+
+    async def freeze_gc(self) -> None:
+        """Have the engine look at no object again that is there now."""
+        await self._control("freeze_gc")
 
     # ---- the engine's side --------------------------------------------------------------------------------------
 
@@ -510,6 +542,10 @@ class AsyncLLM:
         self._client = self._start_engine()
         self._client.use_vocabulary(self._vocabulary)
         self._send_adapters()
+        if self.config.scheduler != self._first_scheduling:
+            self._num_commands += 1
+            scheduling = self.config.scheduler
+            self._client.control(ControlEngine(self._num_commands, "set_scheduling", scheduling=scheduling))
         self.is_paused = self.is_sleeping = False
         return True
 

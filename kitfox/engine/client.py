@@ -21,7 +21,7 @@ import msgspec
 import zmq
 import zmq.asyncio
 
-from kitfox.config import EngineConfig
+from kitfox.config import EngineConfig, SchedulerConfig
 from kitfox.engine.core import EngineCore
 from kitfox.errors import EngineDeadError
 from kitfox.outputs import EngineOutputs, EngineStats
@@ -57,6 +57,9 @@ Command = Literal[
     "stop_profile",
     "load_adapter",
     "unload_adapter",
+    "set_scheduling",
+    "slow_down",
+    "freeze_gc",
 ]
 
 
@@ -66,6 +69,8 @@ class ControlEngine(msgspec.Struct, tag="control", frozen=True):
     Attributes:
         request_id: for "trace".
         adapter_id: for "load_adapter", which has a path too, and "unload_adapter".
+        scheduling: for "set_scheduling".
+        step_sleep_s: for "slow_down".
     """
 
     number: int
@@ -73,6 +78,8 @@ class ControlEngine(msgspec.Struct, tag="control", frozen=True):
     request_id: str = ""
     adapter_id: int = 0
     path: str = ""
+    scheduling: SchedulerConfig | None = None
+    step_sleep_s: float = 0.0
 
 
 class StopEngine(msgspec.Struct, tag="stop", frozen=True):

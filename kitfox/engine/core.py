@@ -57,6 +57,7 @@ class EngineCore:
         self.tracer = tracer
         self.is_paused = False
         self.is_sleeping = False
+        self.step_sleep_s = 0.0
         self._refused: list[EngineOutput] = []
         self._leaving_adapters: set[int] = set()
 
@@ -138,6 +139,8 @@ class EngineCore:
             self.scheduler.speculator.observe_step(num_tokens, stats.step_time_s)
         if self._leaving_adapters:
             self._remove_adapters()
+        if self.step_sleep_s and num_tokens:
+            time.sleep(self.step_sleep_s)
         return EngineOutputs(outputs=refused + news, stats=stats)
 
     # ---- control: between steps ---------------------------------------------------------------------------------
@@ -151,6 +154,8 @@ class EngineCore:
 
     def flush_cache(self) -> bool:
         """Forget cached prefixes that no request uses; whether none are left."""
+        if self.scheduler.speculator is not None:
+            self.scheduler.speculator.flush_cache()
         return self.scheduler.kv_cache.reset()
 
     def unload_adapter(self, adapter_id: int) -> None:
@@ -169,7 +174,7 @@ class EngineCore:
         if self.scheduler.requests or self._refused:
             return False
         if not self.is_sleeping:
-            is_empty = self.scheduler.kv_cache.reset()
+            is_empty = self.flush_cache()
             assert is_empty, "there are no requests, yet something holds blocks"
             self.executor.release_kv_cache()
             self.is_sleeping = True

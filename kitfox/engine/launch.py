@@ -97,7 +97,7 @@ def load_core(
         from kitfox.executor.draft_model import make_draft_proposer
 
         started = time.monotonic()
-        proposer = make_draft_proposer(config, model_config, path, num_blocks)
+        proposer = make_draft_proposer(config, executor, path, num_blocks)
         on_phase("load draft model", time.monotonic() - started)
     return make_core(config, executor, num_blocks, Tracer(config.trace_capacity), proposer)
 
@@ -139,8 +139,7 @@ def _load_for_process(config: EngineConfig, num_blocks: int, reply: Callable[[En
         config, read_model_config(path), path, num_blocks, lambda name, seconds: phases.append((name, seconds))
     )
     gc.enable()
-    gc.collect()
-    gc.freeze()  # what is loaded now stays; later collections need not look at it
+    _keep_what_is_there()
     reply(
         EngineReady(
             num_blocks=num_blocks,
@@ -152,6 +151,12 @@ def _load_for_process(config: EngineConfig, num_blocks: int, reply: Callable[[En
         )
     )
     return core
+
+
+def _keep_what_is_there() -> None:
+    """Later collections of garbage need not look at it."""
+    gc.collect()
+    gc.freeze()
 
 
 def _serve_requests(
@@ -214,6 +219,13 @@ def obey(core: EngineCore, message: ControlEngine) -> ControlAnswer:
                 done, problem = False, "the server failed to load it; its log says why"
         case "unload_adapter":
             core.unload_adapter(message.adapter_id)
+        case "set_scheduling":
+            assert message.scheduling is not None
+            core.scheduler.config = message.scheduling
+        case "slow_down":
+            core.step_sleep_s = message.step_sleep_s
+        case "freeze_gc":
+            _keep_what_is_there()
     return ControlAnswer(message.number, done, core.scheduler.stats(), events, problem)
 
 
@@ -226,13 +238,14 @@ def async_llm(config: EngineConfig) -> AsyncLLM:
     from kitfox.engine.async_llm import AsyncLLM
     from kitfox.engine.client import ProcessClient
     from kitfox.plan import make_plan, settle
+    from kitfox.spec_decode.proposers import guesser_of
     from kitfox.weights.adapters import read_adapter_config
     from kitfox.weights.hub import resolve_model
     from kitfox.weights.model_config import read_generation_defaults, read_model_config
 
     path = resolve_model(config.model.model, revision=config.model.revision).path
     model_config = read_model_config(path)
-    plan = make_plan(config, model_config)
+    plan = make_plan(config, model_config, guesser=guesser_of(config))
     config = settle(config, plan)
     for name, directory in config.adapters.modules:
         try:

@@ -46,13 +46,14 @@ class LLM:
         """
         from kitfox.engine.launch import load_core
         from kitfox.plan import make_plan, settle
+        from kitfox.spec_decode.proposers import guesser_of
         from kitfox.weights.hub import resolve_model
         from kitfox.weights.model_config import read_generation_defaults, read_model_config
 
         self.config = config or config_from_options(model, options)
         path = resolve_model(self.config.model.model, revision=self.config.model.revision).path
         self.model_config = read_model_config(path)
-        plan = make_plan(self.config, self.model_config)
+        plan = make_plan(self.config, self.model_config, guesser=guesser_of(self.config))
         self.config = settle(self.config, plan)
         self.max_model_len = plan.max_model_len
         self.default_sampling_params = read_generation_defaults(path, self.config.model)

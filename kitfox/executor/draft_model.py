@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from kitfox.attention.backend import AttentionBackend, ForwardBatch, make_attention_backend
-from kitfox.config import DTYPE_BYTES, CacheConfig, EngineConfig, ModelConfig
+from kitfox.config import CacheConfig, EngineConfig
 from kitfox.errors import ConfigError
 from kitfox.executor.executor import Executor
 from kitfox.executor.input_batch import StepInputs
@@ -18,7 +18,7 @@ from kitfox.executor.model_runner import ModelRunner
 from kitfox.kernels.native import NativeKernels
 from kitfox.kv_cache.manager import make_kv_cache_manager
 from kitfox.models.eagle import Eagle3Head, EagleHead, Head
-from kitfox.plan import resolve_max_model_len, resolve_precision
+from kitfox.plan import plan_draft, resolve_max_model_len
 from kitfox.spec_decode.model_proposers import (
     Chunk,
     ComputedTokens,
@@ -150,11 +150,11 @@ def _batch_of(
     )
 
 
-def make_draft_proposer(config: EngineConfig, model_config: ModelConfig, path: Path, num_blocks: int) -> Proposer:
+def make_draft_proposer(config: EngineConfig, model: Executor, path: Path, num_blocks: int) -> Proposer:
     """Load the draft model that the configuration names; guesses of one with another vocabulary are translated.
 
     Args:
-        model_config, path: of the model that is guessed for.
+        model, path: what is guessed for.
         num_blocks: of its KV cache; the draft's has no more.
 
     Raises:
@@ -167,34 +167,26 @@ def make_draft_proposer(config: EngineConfig, model_config: ModelConfig, path: P
     draft_tokens = load_tokenizer(draft_path)
     difference = vocabulary_difference(target_tokens, draft_tokens)
     max_model_len = min(
-        resolve_max_model_len(config, model_config),
+        resolve_max_model_len(config, model.model.config),
         draft_config.max_position_embeddings,
         options.max_model_len or draft_config.max_position_embeddings,
     )
-    draft = config.replace(
-        model={
-            "model": options.model,
-            "tokenizer": None,
-            "revision": options.revision,
-            "dtype": options.dtype,
-            "quantization": options.quantization,
-            "load_format": options.load_format,
-            "max_model_len": max_model_len,
-        }
-    )
-    block_bytes = config.cache.block_size * _kv_bytes_per_token(draft, draft_config)
+    draft = options.config_of_draft(config).replace(model={"max_model_len": max_model_len})
+    plan = plan_draft(draft, draft_config, own_kv_bytes=options.memory_bytes, num_tokens=options.chunk_tokens)
+    block_bytes = config.cache.block_size * plan.kv_bytes_per_token
     num_blocks = min(num_blocks, options.memory_bytes // block_bytes)
     if num_blocks < 1:
         raise ConfigError(
             f"memory_bytes of the draft model must be >= {block_bytes}, for one block. Given: {options.memory_bytes}"
         )
     executor = Executor(draft, draft_config, draft_path, num_blocks)
+    model.add_companion(executor)
     proposer = DraftProposer(
         RunnerDrafts(executor.runner, config.cache.block_size),
         make_kv_cache_manager(CacheConfig(organisation="paged", block_size=config.cache.block_size), num_blocks),
         kv_bytes=num_blocks * block_bytes,
         max_model_len=max_model_len,
-        vocab_size=model_config.vocab_size if difference is None else draft_config.vocab_size,
+        vocab_size=model.model.config.vocab_size if difference is None else draft_config.vocab_size,
         min_probability=options.min_probability,
         chunk_tokens=options.chunk_tokens,
     )
@@ -202,12 +194,6 @@ def make_draft_proposer(config: EngineConfig, model_config: ModelConfig, path: P
         return proposer
     logger.warning("draft model %s has another vocabulary (%s): its guesses are translated", options.model, difference)
     return TranslatingProposer(proposer, target_tokens, draft_tokens)
-
-
-def _kv_bytes_per_token(config: EngineConfig, model_config: ModelConfig) -> int:
-    device_type = "cpu" if config.device.device == "cpu" or not torch.cuda.is_available() else "cuda"
-    precision = resolve_precision(config, model_config, device_type)
-    return model_config.kv_bytes_per_token(DTYPE_BYTES[precision.kv_dtype])
 
 
 def vocabulary_difference(target: Tokenizer, draft: Tokenizer) -> str | None:

@@ -68,6 +68,7 @@ class Executor:
         )
         self.runner = self._make_runner(self.model, self._make_kv_caches())
         self._partial_runners: list[ModelRunner] = []
+        self._companions: list[Executor] = []
         on_phase("allocate and capture", time.monotonic() - started)
         logger.info(self.description)
 
@@ -126,8 +127,14 @@ class Executor:
         self.model.feature_layers = feature_layers
         self._use_kv_caches(self._make_kv_caches())
 
+    def add_companion(self, executor: Executor) -> None:
+        """Have another model's KV cache come and go with this one's."""
+        self._companions.append(executor)
+
     def release_kv_cache(self) -> None:
         """Give the KV cache's memory back, with what is in it; no tokens until `restore_kv_cache`."""
+        for companion in self._companions:
+            companion.release_kv_cache()
         self._use_kv_caches([])
         gc.unfreeze()  # a recorded forward pass is full of cycles, and was frozen with all that was loaded
         gc.collect()
@@ -137,6 +144,8 @@ class Executor:
 
     def restore_kv_cache(self) -> None:
         """Take as much memory again, empty."""
+        for companion in self._companions:
+            companion.restore_kv_cache()
         self._use_kv_caches(self._make_kv_caches())
 
     def _use_kv_caches(self, kv_caches: list[torch.Tensor]) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import gc
 import importlib.metadata
 import logging
 import signal
@@ -35,7 +34,7 @@ from kitfox.server.conversation import ChatDialect
 from kitfox.server.embeddings import add_embedding_routes
 from kitfox.server.files import FileStore, add_file_routes
 from kitfox.server.generation import Answer, Generator, check_model, loaded_adapters, served_model_names
-from kitfox.server.logs import LoggingRequest, RequestLog, RequestRecord, current_level, current_request, set_level
+from kitfox.server.logs import RequestLog, RequestRecord, current_request
 from kitfox.server.metrics import ServerMetrics
 from kitfox.server.missing import why_missing
 from kitfox.server.openai import (
@@ -50,10 +49,12 @@ from kitfox.server.openai import (
 from kitfox.server.openapi import add_openapi_routes
 from kitfox.server.options import ServerOptions
 from kitfox.server.parsing import add_parsing_routes
+from kitfox.server.settings import add_setting_routes, keep_what_is_loaded
 from kitfox.server.sglang import add_native_routes
 from kitfox.server.spans import RequestSpans, otlp_exporter
 from kitfox.server.templates import TemplateRenderer
 from kitfox.server.validation import (
+    Turns,
     convert_body,
     error_body,
     error_headers,
@@ -117,6 +118,7 @@ def make_app(llm: AsyncLLM, options: ServerOptions | None = None) -> FastAPI:
     )
     _add_error_handlers(app)
     app.state.strict = options.strict
+    app.state.large_bodies = Turns()
     dialect = ChatDialect.choose(llm.tokenizer, options.tool_call_parser, options.reasoning_parser)
     renderer = TemplateRenderer() if options.trust_request_chat_template else None
     generator = Generator(llm, metrics, dialect, strict=options.strict, renderer=renderer)
@@ -135,7 +137,7 @@ def make_app(llm: AsyncLLM, options: ServerOptions | None = None) -> FastAPI:
     add_parsing_routes(app, generator, max_body_bytes)
     _add_model_routes(app, llm)
     _add_state_routes(app, llm, metrics)
-    _add_log_routes(app, request_log, max_body_bytes)
+    add_setting_routes(app, llm, request_log, spans, max_body_bytes)
     add_openapi_routes(
         app,
         served_model_names(llm),
@@ -433,24 +435,6 @@ def _add_state_routes(app: FastAPI, llm: AsyncLLM, metrics: ServerMetrics) -> No
         return json_response({"id": answer_id, "object": "trace", "events": shown})
 
 
-def _add_log_routes(app: FastAPI, request_log: RequestLog, max_body_bytes: int) -> None:
-    def state() -> dict[str, Any]:
-        return {"level": current_level(), "log_requests": request_log.enabled}
-
-    @app.get("/configure_logging")
-    async def get_logging() -> Response:
-        return json_response(state())
-
-    @app.post("/configure_logging")
-    async def configure_logging(request: Request) -> Response:
-        fields, ignored = convert_body(await read_json_object(request, max_body_bytes), LoggingRequest)
-        if fields.level is not None:
-            set_level(fields.level)
-        if fields.log_requests is not None:
-            request_log.enabled = fields.log_requests
-        return json_response(with_ignored(state(), ignored))
-
-
 def _server_info(llm: AsyncLLM) -> dict[str, Any]:
     """What is served and how, as it was resolved; `config` is what was asked for."""
     config, model_config = llm.config, llm.model_config
@@ -505,8 +489,7 @@ class _DrainingServer(uvicorn.Server):
     async def startup(self, sockets: Any = None) -> None:
         self._loop = asyncio.get_running_loop()
         await super().startup(sockets)
-        gc.collect()
-        gc.freeze()  # what is loaded now stays; a collection that looks at it takes as long as several steps
+        keep_what_is_loaded()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Called by the interpreter on SIGINT and SIGTERM."""

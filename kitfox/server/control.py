@@ -17,7 +17,7 @@ import msgspec
 from fastapi import FastAPI, Request, Response
 
 from kitfox.errors import EngineBusyError, InvalidParameterError, RequestError, UnsupportedParameterError
-from kitfox.server.validation import convert_body, decode_json, read_body, with_ignored
+from kitfox.server.validation import convert_body, read_arguments, with_ignored
 from kitfox.tracing import TraceEvent, to_trace_events
 
 if TYPE_CHECKING:
@@ -29,6 +29,7 @@ ADMIN_PATHS = frozenset(
         "/flush_cache", "/reset_prefix_cache", "/abort_request", "/abort_requests", "/pause", "/pause_generation",
         "/resume", "/continue_generation", "/sleep", "/release_memory_occupation", "/release_kv_cache_memory",
         "/wake_up", "/resume_memory_occupation", "/start_profile", "/stop_profile", "/configure_logging",
+        "/set_trace_level", "/set_internal_state", "/slow_down", "/freeze_gc",
         "/v1/load_lora_adapter", "/load_lora_adapter", "/v1/unload_lora_adapter", "/unload_lora_adapter",
     }
 )  # fmt: skip
@@ -95,7 +96,7 @@ def add_control_routes(app: FastAPI, llm: AsyncLLM, max_body_bytes: int, profile
     @app.api_route("/reset_prefix_cache", methods=EITHER)
     async def flush_cache(request: Request) -> Response:
         """Forget cached prefixes. What running requests use stays, and is then said with a 400."""
-        fields, ignored = convert_body(await _arguments(request, max_body_bytes), FlushRequest)
+        fields, ignored = convert_body(await read_arguments(request, max_body_bytes), FlushRequest)
         await _wait_until_idle(llm, fields.timeout)
         if not await llm.flush_cache():
             raise EngineBusyError(
@@ -107,7 +108,7 @@ def add_control_routes(app: FastAPI, llm: AsyncLLM, max_body_bytes: int, profile
     @app.post("/abort_requests")
     async def abort(request: Request) -> Response:
         """End requests: their clients get what there is, with finish reason "abort"."""
-        fields, ignored = convert_body(await _arguments(request, max_body_bytes), AbortRequest)
+        fields, ignored = convert_body(await read_arguments(request, max_body_bytes), AbortRequest)
         names = [*([fields.rid] if isinstance(fields.rid, str) else fields.rid), *fields.request_ids]
         if not names and not fields.abort_all:
             raise RequestError("one of rid, request_ids and abort_all is required", param="rid")
@@ -118,7 +119,7 @@ def add_control_routes(app: FastAPI, llm: AsyncLLM, max_body_bytes: int, profile
     @app.post("/pause_generation")
     async def pause(request: Request) -> Response:
         """Compute nothing until resumed. Open requests stay where they are, or are ended first; new ones wait."""
-        fields, ignored = convert_body(await _arguments(request, max_body_bytes), PauseRequest)
+        fields, ignored = convert_body(await read_arguments(request, max_body_bytes), PauseRequest)
         await llm.pause()
         if fields.mode == "abort":
             _cut_all_short(llm)
@@ -141,7 +142,7 @@ def add_control_routes(app: FastAPI, llm: AsyncLLM, max_body_bytes: int, profile
     @app.api_route("/release_memory_occupation", methods=EITHER)
     async def sleep(request: Request) -> Response:
         """Give the KV cache's memory back. The weights stay."""
-        fields, ignored = convert_body(await _arguments(request, max_body_bytes), SleepRequest)
+        fields, ignored = convert_body(await read_arguments(request, max_body_bytes), SleepRequest)
         if fields.level != 1:
             raise UnsupportedParameterError("level", "must be 1: only the KV cache can be given back, not the weights")
         _check_tags(fields.tags)
@@ -154,7 +155,7 @@ def add_control_routes(app: FastAPI, llm: AsyncLLM, max_body_bytes: int, profile
     @app.api_route("/resume_memory_occupation", methods=EITHER)
     async def wake_up(request: Request) -> Response:
         """Have a KV cache again, an empty one."""
-        fields, ignored = convert_body(await _arguments(request, max_body_bytes), WakeRequest)
+        fields, ignored = convert_body(await read_arguments(request, max_body_bytes), WakeRequest)
         _check_tags(fields.tags)
         await llm.wake_up()
         return json_response(with_ignored({"is_sleeping": False}, ignored))
@@ -166,7 +167,7 @@ def add_control_routes(app: FastAPI, llm: AsyncLLM, max_body_bytes: int, profile
     @app.api_route("/start_profile", methods=EITHER)
     async def start_profile(request: Request) -> Response:
         """Record what happens to steps and requests until /stop_profile."""
-        fields, ignored = convert_body(await _arguments(request, max_body_bytes), ProfileRequest)
+        fields, ignored = convert_body(await read_arguments(request, max_body_bytes), ProfileRequest)
         await profiler.start(fields)
         return json_response(with_ignored({"is_profiling": True}, ignored))
 
@@ -184,7 +185,7 @@ def add_control_routes(app: FastAPI, llm: AsyncLLM, max_body_bytes: int, profile
     @app.get("/v1/loads")
     async def loads(request: Request) -> Response:
         """What a load balancer weighs servers by."""
-        fields, ignored = convert_body(await _arguments(request, max_body_bytes), LoadsRequest)
+        fields, ignored = convert_body(await read_arguments(request, max_body_bytes), LoadsRequest)
         wanted = set(fields.include.split(","))
         if not wanted <= LOAD_SECTIONS:
             raise InvalidParameterError("include", f"must be of {', '.join(sorted(LOAD_SECTIONS))}", fields.include)
@@ -198,24 +199,6 @@ def add_control_routes(app: FastAPI, llm: AsyncLLM, max_body_bytes: int, profile
 
 
 # ---- parameters -----------------------------------------------------------------------------------------------------
-
-
-async def _arguments(request: Request, max_body_bytes: int) -> dict[str, Any]:
-    """The query's parameters and the members of a JSON body, if there is one."""
-    arguments: dict[str, Any] = {}
-    for name in request.query_params:
-        values = [_query_value(value) for value in request.query_params.getlist(name)]
-        arguments[name] = values[0] if len(values) == 1 else values
-    raw = await read_body(request, max_body_bytes)
-    body = decode_json(raw) if raw.strip() else {}
-    if not isinstance(body, dict):
-        raise RequestError("the request body must be a JSON object, or empty")
-    return arguments | {name: value for name, value in body.items() if value is not None}
-
-
-def _query_value(text: str) -> Any:
-    """A number or a boolean where the text is one."""
-    return decode_json(text.encode()) if re.fullmatch(r"true|false|-?\d{1,15}(\.\d{1,15})?", text) else text
 
 
 def _check_tags(tags: str | list[str]) -> None:

@@ -37,6 +37,7 @@ from kitfox.server.openai import ChatRequest, CompletionRequest, DetokenizeReque
 from kitfox.server.parsing import ParseFunctionCallRequest, SeparateReasoningRequest
 from kitfox.server.responses import ResponsesRequest
 from kitfox.server.sessions import CloseSessionRequest, OpenSessionRequest
+from kitfox.server.settings import SlowDownRequest, StateRequest, TraceLevelRequest
 from kitfox.server.sglang import GenerateRequest, JoinRequest
 
 # ---- what answers look like -----------------------------------------------------------------------------------------
@@ -310,6 +311,10 @@ OPERATIONS: tuple[Operation, ...] = (
     Operation("GET,POST /stop_profile", "Write what was recorded"),
     Operation("GET /configure_logging", "The log level, and whether requests are logged", answer=LoggingState),
     Operation("POST /configure_logging", "Change them", LoggingRequest, LoggingState),
+    Operation("GET,POST /set_trace_level", "Whether spans are sent", arguments=TraceLevelRequest),
+    Operation("POST /set_internal_state", "Change how much a step takes in", StateRequest),
+    Operation("POST /slow_down", "Sleep after each step", arguments=SlowDownRequest),
+    Operation("GET,POST /freeze_gc", "Collect no object that is there now"),
     Operation("GET /openapi.json", "This description"),
     Operation("GET /docs", "The same for people", answer="text/html"),
 )  # fmt: skip

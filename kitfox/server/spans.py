@@ -42,7 +42,11 @@ def otlp_exporter(endpoint: str) -> SpanExporter:
 
 
 class RequestSpans:
-    """Makes a span of a request once it has ended: nothing happens while it runs. A thread sends them, in batches."""
+    """Makes a span of a request once it has ended: nothing happens while it runs. A thread sends them, in batches.
+
+    Attributes:
+        enabled: may change at any time.
+    """
 
     def __init__(self, exporter: SpanExporter):
         from opentelemetry.sdk.resources import Resource
@@ -50,6 +54,7 @@ class RequestSpans:
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
+        self.enabled = True
         resource = Resource.create()  # reads OTEL_SERVICE_NAME and OTEL_RESOURCE_ATTRIBUTES
         if str(resource.attributes.get("service.name", "")).startswith("unknown_service"):
             resource = resource.merge(Resource({"service.name": "kitfox"}))
@@ -62,7 +67,7 @@ class RequestSpans:
         """Its span is a child of the client's, where the request came with a traceparent header."""
         from opentelemetry.trace import SpanKind, Status, StatusCode
 
-        if record.is_probe:
+        if record.is_probe or not self.enabled:
             return
         parent = self._propagator.extract({"traceparent": record.traceparent} if record.traceparent else {})
         operation = OPERATIONS.get(record.route or "")

@@ -15,6 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from kitfox.config import EngineConfig
 from kitfox.errors import ConfigError
 from kitfox.kv_cache.manager import KVCacheManager
 from kitfox.request import EngineRequest, Request, SamplingParams
@@ -211,6 +212,9 @@ class DraftProposer(ModelProposer):
             self._settle(text)
             self._kv_cache.free(text.request)
 
+    def flush_cache(self) -> None:
+        self._kv_cache.reset()
+
     @property
     def memory_bytes(self) -> int:
         return self._kv_bytes + sum(8 * text.request.num_tokens for text in self._texts.values())
@@ -390,6 +394,11 @@ class DraftOptions:
         if self.max_model_len is not None and self.max_model_len < 1:
             raise ConfigError(f"max_model_len of a draft model must be >= 1. Given: {self.max_model_len!r}")
         _check_drafting(self.min_probability, self.chunk_tokens)
+
+    def config_of_draft(self, config: EngineConfig) -> EngineConfig:
+        """That of an engine, for the draft model in it."""
+        names = ("model", "revision", "dtype", "quantization", "load_format", "max_model_len")
+        return config.replace(model={"tokenizer": None} | {name: getattr(self, name) for name in names})
 
 
 @dataclass(frozen=True)

@@ -57,6 +57,9 @@ class Proposer(ABC):
     def finish(self, request_id: str, *, keep: bool) -> None:
         """A request ended (keep: its tokens may teach future ones) or was preempted. Unknown ids are harmless."""
 
+    def flush_cache(self) -> None:  # noqa: B027 (most have none)
+        """Forget KV of texts that are gone."""
+
     @property
     @abstractmethod
     def memory_bytes(self) -> int:

@@ -113,6 +113,10 @@ class Speculator:
         self._expected.pop(request_id, None)
         self._proposer.finish(request_id, keep=keep)
 
+    def flush_cache(self) -> None:
+        """Forget KV of texts that are gone."""
+        self._proposer.flush_cache()
+
     # ---- steps --------------------------------------------------------------------------------------------------
 
     def propose(self, limits: Mapping[str, int], num_tokens: int) -> dict[str, list[int]]:

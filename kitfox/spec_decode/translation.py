@@ -60,6 +60,9 @@ class TranslatingProposer(Proposer):
         self._tails.pop(request_id, None)
         self._proposer.finish(request_id, keep=keep)
 
+    def flush_cache(self) -> None:
+        self._proposer.flush_cache()
+
     @property
     def memory_bytes(self) -> int:
         return self._proposer.memory_bytes + sum(map(len, self._tails.values()))

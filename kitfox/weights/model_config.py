@@ -142,7 +142,8 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _stored_bytes(path: Path) -> int:
-    return sum(file.stat().st_size for file in path.glob("*.safetensors"))
+    files = list(path.glob("*.safetensors")) or list(path.glob("pytorch_model.bin"))  # the latter of heads only
+    return sum(file.stat().st_size for file in files)
 
 
 def _unsupported(architecture: str) -> UnsupportedModelError:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from kitfox.config import AdapterOptions, EngineConfig, ModelConfig
+from kitfox.config import AdapterOptions, EngineConfig, ModelConfig, SchedulerConfig
 from kitfox.engine.async_llm import AsyncLLM
 from kitfox.engine.client import ControlEngine, EngineReady, EngineReply, StepDone
 from kitfox.engine.core import EngineCore
@@ -139,7 +139,7 @@ class LocalClient:
 def with_llm(
     monkeypatch: pytest.MonkeyPatch,
     work: Callable[[AsyncLLM, LocalClient], Awaitable[None]],
-    adapters: AdapterOptions = AdapterOptions(),  # noqa: B008 (it is frozen)
+    config: EngineConfig = EngineConfig(),  # noqa: B008 (it is frozen)
 ) -> None:
     """Run work with an engine that counts: the token after T is T + 1."""
     monkeypatch.setattr("kitfox.engine.async_llm.load_tokenizer", lambda *_: byte_tokenizer())
@@ -153,7 +153,7 @@ def with_llm(
             return clients[-1]
 
         llm = AsyncLLM(
-            EngineConfig(adapters=adapters), model_config, Path("none"), max_model_len=200, num_blocks=64,
+            config, model_config, Path("none"), max_model_len=200, num_blocks=64,
             start_engine=start, default_sampling_params={},  # type: ignore[arg-type]
         )  # fmt: skip
         await llm.wait_until_ready()
@@ -286,7 +286,7 @@ def test_a_command_to_an_engine_that_dies_is_an_error(monkeypatch: pytest.Monkey
 
 # ---- adapters --------------------------------------------------------------------------------------------------------
 
-ADAPTERS = AdapterOptions(enabled=True, modules=(("a", "/adapters/a"),), max_loaded=2)
+ADAPTERS = EngineConfig(adapters=AdapterOptions(enabled=True, modules=(("a", "/adapters/a"),), max_loaded=2))
 
 
 def test_adapters_come_and_go(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -349,4 +349,54 @@ def test_an_engine_does_not_start_without_its_adapters(monkeypatch: pytest.Monke
         raise AssertionError("it started")
 
     with pytest.raises(EngineDeadError, match="the LoRA adapter a cannot be loaded: it is broken"):
-        with_llm(monkeypatch, work, AdapterOptions(enabled=True, modules=(("a", "/adapters/broken"),)))
+        with_llm(
+            monkeypatch, work, EngineConfig(adapters=AdapterOptions(enabled=True, modules=(("a", "/adapters/broken"),)))
+        )
+
+
+def test_a_step_takes_in_no_more_than_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def work(llm: AsyncLLM, client: LocalClient) -> None:
+        first = llm.config.scheduler
+        await llm.set_scheduling({"max_num_seqs": 1})
+        readers = [asyncio.create_task(read(llm, name, max_tokens=5)) for name in "abc"]
+        most = 0
+        while not all(reader.done() for reader in readers):
+            await asyncio.sleep(0)
+            most = max(most, llm.stats.num_running)
+        assert most == 1
+        assert [tokens_of(reader.result()) for reader in readers] == [[67, 68, 69, 70, 71]] * 3
+        for changes in ({"max_num_seqs": first.max_num_seqs + 1}, {"max_num_batched_tokens": 0}):
+            with pytest.raises(InvalidParameterError):
+                await llm.set_scheduling(changes)
+        assert (llm.config.scheduler.max_num_seqs, llm.config.scheduler.max_num_batched_tokens) == (1, 64)
+
+    with_llm(monkeypatch, work, EngineConfig(scheduler=SchedulerConfig(max_num_batched_tokens=64)))
+
+
+def test_an_engine_that_is_started_again_has_the_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def work(llm: AsyncLLM, client: LocalClient) -> None:
+        await llm.set_scheduling({"max_num_seqs": 2})
+        client.dies = True
+        with pytest.raises(EngineDeadError):
+            await llm.stop_profile()
+        await llm.wait_until_ready()
+        await llm.flush_cache()
+        assert llm._client is not client
+        assert llm._client.core.scheduler.config.max_num_seqs == 2  # type: ignore[attr-defined]
+
+    with_llm(monkeypatch, work, EngineConfig(scheduler=SchedulerConfig(max_num_batched_tokens=64)))
+
+
+def test_a_slow_engine_sleeps_after_steps_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    slept: list[float] = []
+    monkeypatch.setattr("kitfox.engine.core.time.sleep", slept.append)
+
+    async def work(llm: AsyncLLM, client: LocalClient) -> None:
+        await llm.slow_down(0.25)
+        await read(llm, "r", max_tokens=3)
+        assert slept == [0.25] * 3
+        await llm.slow_down(0)
+        await read(llm, "s", max_tokens=3)
+        assert len(slept) == 3
+
+    with_llm(monkeypatch, work)

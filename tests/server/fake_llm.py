@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import codecs
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -188,6 +188,15 @@ class FakeAsyncLLM:
 
     async def wake_up(self) -> None:
         self.is_sleeping = False
+
+    async def set_scheduling(self, changes: Mapping[str, int]) -> None:
+        self.config = self.config.replace(scheduler=dict(changes))
+
+    async def slow_down(self, seconds: float) -> None:
+        self.controls.append(f"slow_down {seconds:g}")
+
+    async def freeze_gc(self) -> None:
+        self.controls.append("freeze_gc")
 
     async def start_profile(self) -> None:
         self.tracer.start_profile()

@@ -234,6 +234,15 @@ def test_spans_of_failures(monkeypatch: pytest.MonkeyPatch) -> None:
     assert refused.name == f"POST {COMPLETIONS}"
 
 
+def test_spans_can_be_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    (span,) = spans_of(
+        monkeypatch, FakeAsyncLLM(),
+        ("POST", "/set_trace_level?level=0", None), ("POST", COMPLETIONS, {"model": MODEL, "prompt": "Hi"}),
+        ("GET", "/set_trace_level?level=-1", None), ("POST", "/set_trace_level", {"level": 2}),
+    )  # fmt: skip
+    assert span.name == "POST /set_trace_level"
+
+
 def test_a_client_that_does_not_sample_gets_no_span(monkeypatch: pytest.MonkeyPatch) -> None:
     parent = f"00-{TRACE_ID}-{PARENT_ID}-00"
     assert spans_of(monkeypatch, FakeAsyncLLM(), ("GET", "/version", None), traceparent=parent) == []

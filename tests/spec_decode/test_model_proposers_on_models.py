@@ -28,8 +28,8 @@ def make_llm(**options: Any) -> LLM:
     return LLM(MODEL, **{"max_model_len": 512, "num_blocks": 64, "adaptive": False, "num_draft_tokens": 3, **options})
 
 
-def greedy(llm: LLM) -> list[list[int]]:
-    sampling = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+def greedy(llm: LLM, max_tokens: int = 24) -> list[list[int]]:
+    sampling = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
     return [output.outputs[0].token_ids for output in llm.generate(PROMPTS, sampling, use_tqdm=False)]
 
 
@@ -70,6 +70,21 @@ def test_sleep_leaves_nothing_behind() -> None:
     assert core.executor._partial_runners[0].kv_caches == []
     core.wake_up()
     assert greedy(llm) == answers
+
+
+def test_a_draft_models_cache_sleeps_too(drafting: LLM) -> None:
+    answers = greedy(drafting, 48)
+    kv_cache = proposer_of(drafting)._kv_cache
+    assert kv_cache.num_cached_blocks > 0
+    core = drafting._client.core
+    assert core.sleep()
+    assert core.executor._companions[0].runner.kv_caches == []
+    assert kv_cache.num_cached_blocks == 0
+    core.wake_up()
+    assert greedy(drafting, 48) == answers
+    assert kv_cache.num_cached_blocks > 0
+    assert core.flush_cache()
+    assert kv_cache.num_cached_blocks == 0
 
 
 def test_an_aborted_request_leaves_no_blocks_behind(drafting: LLM) -> None:
