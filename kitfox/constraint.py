@@ -133,13 +133,19 @@ class Constraint(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """What an answer must be: all of it, or all behind its reasoning.
 
     Attributes:
+        format: as a tree or, behind the front end, as MessagePack: on its way to the compiler nobody unpacks it, for
+            that takes as long as a step where a schema is large.
         param: the request's parameter that asks for it, for the error if it cannot be had.
         reasoning: None constrains from the first token on.
     """
 
-    format: Format
+    format: Format | bytes
     param: str = "response_format"
     reasoning: Reasoning | None = None
+
+    @property
+    def packed_format(self) -> bytes:
+        return self.format if isinstance(self.format, bytes) else msgspec.msgpack.encode(self.format)
 
 
 ANY_JSON = JsonSchema(schema={"type": "object"})

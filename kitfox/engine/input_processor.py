@@ -107,6 +107,9 @@ class InputProcessor:
         eos_token_ids = () if sampling.ignore_eos else self.limits.eos_token_ids
         stop_token_ids = tuple(dict.fromkeys((*eos_token_ids, *sampling.stop_token_ids)))
         bad_sequences = self._bad_sequences(sampling)
+        constraint = sampling.constraint
+        if constraint is not None:
+            constraint = msgspec.structs.replace(constraint, format=constraint.packed_format)
         now = time.monotonic()
         return [
             EngineRequest(
@@ -121,6 +124,7 @@ class InputProcessor:
                     prompt_logprobs=prompt_logprobs if index == 0 else None,
                     logprob_token_ids=() if logprobs is None and index > 0 else sampling.logprob_token_ids,
                     bad_token_sequences=bad_sequences,
+                    constraint=constraint,
                 ),
                 stop_token_ids=stop_token_ids,
                 arrival_time_s=now,

@@ -87,8 +87,9 @@ class InputBatch:
         for new in scheduled.new_requests:
             self._add(new)
         for request_id in scheduled.num_scheduled_tokens:
+            self._rows[request_id].num_drafts = 0
+        for request_id, draft in scheduled.draft_token_ids.items():
             row = self._rows[request_id]
-            draft = scheduled.draft_token_ids.get(request_id, [])
             row.num_drafts = len(draft)
             self._token_ids[row.row, row.num_tokens : row.num_tokens + len(draft)] = draft
 

@@ -159,6 +159,7 @@ def constrain_calls(
     if calling.forced is not None:
         return Constraint(format=parser.calls_format(functions, calling.max_calls), param="tools")
     if requested is not None:
+        assert not isinstance(requested.format, bytes), "the front end has trees"
         calls = parser.calls_format(functions, calling.max_calls)
         return Constraint(format=Alternatives(elements=[calls, requested.format]), param=requested.param)
     if all(parameters is None for parameters in functions.values()):

@@ -12,11 +12,10 @@ from collections.abc import Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from typing import NamedTuple
 
-import msgspec
 import numpy as np
 
 from kitfox.config import StructuredOutputConfig
-from kitfox.constraint import Constraint, Format, GrammarError
+from kitfox.constraint import Constraint, GrammarError
 from kitfox.outputs import GrammarStats
 from kitfox.request import Request
 from kitfox.structured_output.answer import AnswerGrammar, allow_only
@@ -131,7 +130,7 @@ class GrammarManager:
 
     def request(self, request_id: str, constraint: Constraint) -> None:
         """Have a grammar ready for a request; `decided` says when."""
-        self._pending[request_id] = (constraint, self._compiled(constraint.format))
+        self._pending[request_id] = (constraint, self._compiled(constraint.packed_format))
 
     @property
     def has_decided(self) -> bool:
@@ -186,24 +185,23 @@ class GrammarManager:
 
     # ---- compiling ----------------------------------------------------------------------------------------------
 
-    def _compiled(self, format: Format) -> Future[CompiledGrammar]:
-        key = msgspec.msgpack.encode(format)
+    def _compiled(self, format: bytes) -> Future[CompiledGrammar]:
         with self._lock:
-            known = self._cache.get(key)
-            if known is not None and not self._is_worth_another_try(key):
-                self._cache.move_to_end(key)
+            known = self._cache.get(format)
+            if known is not None and not self._is_worth_another_try(format):
+                self._cache.move_to_end(format)
                 self.stats.num_cache_hits += 1
                 return known
-            self._limit_reached_at_s.pop(key, None)
-            compiled = self._cache[key] = self._compiling.submit(self._compile, key, format)
+            self._limit_reached_at_s.pop(format, None)
+            compiled = self._cache[format] = self._compiling.submit(self._compile, format)
         compiled.add_done_callback(lambda _: self._forget_oldest())
         return compiled
 
-    def _is_worth_another_try(self, key: bytes) -> bool:
-        failed_at_s = self._limit_reached_at_s.get(key)
+    def _is_worth_another_try(self, format: bytes) -> bool:
+        failed_at_s = self._limit_reached_at_s.get(format)
         return failed_at_s is not None and time.monotonic() - failed_at_s > RETRY_AFTER_S
 
-    def _compile(self, key: bytes, format: Format) -> CompiledGrammar:
+    def _compile(self, format: bytes) -> CompiledGrammar:
         """On a thread of `_compiling`."""
         started = time.monotonic()
         try:
@@ -214,7 +212,7 @@ class GrammarManager:
         except Exception as error:
             self.stats.num_refused += 1
             if isinstance(error, CompileLimitError):
-                self._limit_reached_at_s[key] = time.monotonic()
+                self._limit_reached_at_s[format] = time.monotonic()
             if isinstance(error, GrammarError):
                 raise
             logger.exception("a grammar could not be compiled")

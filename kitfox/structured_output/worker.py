@@ -133,8 +133,8 @@ class Worker:
         self._pipe: Connection | None = None
         self._is_ended = False
 
-    def compile(self, format: Format) -> str:
-        """Have a format compiled, in a new process if there is none or the last one is gone.
+    def compile(self, format: bytes) -> str:
+        """Have a format, as MessagePack, compiled; in a new process if there is none or the last one is gone.
 
         Returns:
             The notation to build it of here.
@@ -146,7 +146,7 @@ class Worker:
         self.start()
         assert self._pipe is not None
         try:
-            self._pipe.send_bytes(msgspec.msgpack.encode(format))
+            self._pipe.send_bytes(format)
             verdict = self._verdict(self._options.timeout_s)
             if verdict.is_loading:
                 self._verdict(START_TIMEOUT_S)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import msgspec
 import pytest
 
+from kitfox.constraint import Constraint, Regex
 from kitfox.engine.input_processor import EngineLimits, InputProcessor
 from kitfox.errors import ContextLengthError, InvalidParameterError
 from kitfox.request import RepetitionDetection, SamplingParams
@@ -210,3 +212,13 @@ def test_eos_stops_unless_ignored_and_own_stop_tokens_always_do():
 
 def test_the_largest_seed_has_a_next_one():
     assert process([1], n=2, seed=2**63 - 1)[1].sampling.seed == -(2**63)
+
+
+def test_a_format_is_packed_once_for_all_answers():
+    """The engine hands it on to the compiler unread: a large schema would hold up its steps."""
+    regex = Regex(pattern="[0-9]+")
+    requests = process([1], n=2, constraint=Constraint(format=regex, param="regex"))
+    formats = [request.sampling.constraint.format for request in requests]
+    assert formats[0] is formats[1]
+    assert formats[0] == msgspec.msgpack.encode(regex) == requests[0].sampling.constraint.packed_format
+    assert requests[0].sampling.constraint.param == "regex"
