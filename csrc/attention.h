@@ -73,22 +73,22 @@ class FloatBuffer {
 // of `weighted` are the even ones followed by the odd ones, as they come out of a load.
 struct RowStates {
   float* highest;   // [padded rows]
-  float* sum;       // [padded rows]
+  float* sums;      // [padded rows, LANES]: of a lane's keys
   float* weighted;  // [padded rows, D]
 
   // In strips of up to FLOAT_ROWS, and vectors.
   static int64_t padded(int64_t rows) { return round_up(round_up(rows, simd::FLOAT_ROWS), LANES); }
-  static int64_t size(int64_t rows, int64_t head_dim) { return padded(rows) * (2 + head_dim); }
+  static int64_t size(int64_t rows, int64_t head_dim) { return padded(rows) * (1 + LANES + head_dim); }
 
   RowStates() = default;
   RowStates(float* memory, int64_t rows)
       : highest(memory),
-        sum(memory + padded(rows)),
-        weighted(memory + 2 * padded(rows)) {}
+        sums(memory + padded(rows)),
+        weighted(memory + (1 + LANES) * padded(rows)) {}
   RowStates from(int64_t row, int64_t head_dim) const {
     RowStates rest = *this;
     rest.highest += row;
-    rest.sum += row;
+    rest.sums += row * LANES;
     rest.weighted += row * head_dim;
     return rest;
   }
@@ -658,36 +658,46 @@ class Attention {
     const bool hides_later = positions[0] + 1 - start < last * LANES;
     const bool hides_earlier = args_.window && positions[R - 1] + 1 - args_.window - start > first * LANES;
     if (hides_later || hides_earlier) hide<R>(positions, start, strip.scores, first, last);
-    float highest[LANES] = {}, sums[LANES] = {};
+    float highest[LANES] = {};
     for (int r = 0; r < R; ++r) {
-      float* s = strip.scores + r * KEY_TILE;
+      const float* s = strip.scores + r * KEY_TILE;
       simd::f32 top = simd::load(s + first * LANES);
       for (int g = first + 1; g < last; ++g) top = simd::max(top, simd::load(s + g * LANES));
       highest[r] = std::max(LOWEST_SCORE, simd::largest(top));
-      top = simd::set1(highest[r]);
+    }
+    if (strip.merges) {
+      strip.shares = raise_highest<R>(strip.states, highest);
+    } else {
+      simd::store_first(strip.states.highest, simd::load(highest), R);
+    }
+    for (int r = 0; r < R; ++r) {
+      float* s = strip.scores + r * KEY_TILE;
+      const simd::f32 top = simd::set1(highest[r]);
       simd::f32 sum = simd::zero();
       for (int g = first; g < last; ++g) {
         const simd::f32 weight = simd::exp2(simd::sub(simd::load(s + g * LANES), top));
         simd::store(s + g * LANES, weight);
         sum = simd::add(sum, weight);
       }
-      sums[r] = simd::sum(sum);
+      if (strip.merges) sum = merged(strip.states.sums + r * LANES, sum, strip.shares, r);
+      simd::store(strip.states.sums + r * LANES, sum);
     }
-    simd::f32 now = simd::load(highest), sum = simd::load(sums);
-    if (strip.merges) merge_sums<R>(strip.states, now, sum, strip.shares);
-    simd::store_first(strip.states.highest, now, R);
-    simd::store_first(strip.states.sum, sum, R);
   }
 
-  // Takes a strip's states so far into the highest scores and the sums of a part that comes after them.
+  // Takes what comes next into a strip's highest scores.
   template <int R>
-  static void merge_sums(const RowStates& states, simd::f32& highest, simd::f32& sum, Shares& shares) {
-    const simd::f32 before = simd::load_first(states.highest, R), now = simd::max(before, highest);
-    const simd::f32 kept = simd::exp2(simd::sub(before, now)), taken = simd::exp2(simd::sub(highest, now));
-    sum = simd::fma(sum, taken, simd::mul(simd::load_first(states.sum, R), kept));
-    highest = now;
-    simd::store(shares.kept, kept);
-    simd::store(shares.taken, taken);
+  static Shares raise_highest(const RowStates& states, const float* highest) {
+    const simd::f32 before = simd::load_first(states.highest, R), here = simd::load_first(highest, R);
+    const simd::f32 now = simd::max(before, here);
+    simd::store_first(states.highest, now, R);
+    Shares shares;
+    simd::store(shares.kept, simd::exp2(simd::sub(before, now)));
+    simd::store(shares.taken, simd::exp2(simd::sub(here, now)));
+    return shares;
+  }
+
+  static simd::f32 merged(const float* old, simd::f32 here, const Shares& shares, int row) {
+    return simd::fma(here, simd::set1(shares.taken[row]), simd::mul(simd::load(old), simd::set1(shares.kept[row])));
   }
 
   template <int R>
@@ -719,7 +729,7 @@ class Attention {
   template <int R>
   void reset(const RowStates& states, int64_t row) const {
     std::fill(states.highest + row, states.highest + row + R, LOWEST_SCORE);
-    std::fill(states.sum + row, states.sum + row + R, 0.0f);
+    std::fill(states.sums + row * LANES, states.sums + (row + R) * LANES, 0.0f);
     std::fill(states.weighted + row * head_dim_, states.weighted + (row + R) * head_dim_, 0.0f);
   }
 
@@ -727,23 +737,18 @@ class Attention {
   template <int R>
   void merge(const RowStates& part, int64_t row, const RowStates& all) const {
     const RowStates from = part.from(row, head_dim_), to = all.from(row, head_dim_);
-    simd::f32 highest = simd::load_first(from.highest, R), sum = simd::load_first(from.sum, R);
-    Shares shares;
-    merge_sums<R>(to, highest, sum, shares);
-    simd::store_first(to.highest, highest, R);
-    simd::store_first(to.sum, sum, R);
+    const Shares shares = raise_highest<R>(to, from.highest);
     for (int r = 0; r < R; ++r) {
-      const simd::f32 kept = simd::set1(shares.kept[r]), taken = simd::set1(shares.taken[r]);
+      simd::store(to.sums + r * LANES, merged(to.sums + r * LANES, simd::load(from.sums + r * LANES), shares, r));
       for (int64_t at = r * head_dim_; at < (r + 1) * head_dim_; at += LANES) {
-        const simd::f32 old = simd::mul(simd::load(to.weighted + at), kept);
-        simd::store(to.weighted + at, simd::fma(simd::load(from.weighted + at), taken, old));
+        simd::store(to.weighted + at, merged(to.weighted + at, simd::load(from.weighted + at), shares, r));
       }
     }
   }
 
   void write(const AttentionPlan::Item& item, int64_t rows, const RowStates& states) const {
     for (int64_t row = 0; row < rows; ++row) {
-      const float inverse = 1.0f / states.sum[row];
+      const float inverse = 1.0f / simd::sum(simd::load(states.sums + row * LANES));
       const float* weighted = states.weighted + row * head_dim_;
       float* out = args_.out + head_of(item, row) * head_dim_;
       int64_t d = 0;

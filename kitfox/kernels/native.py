@@ -328,7 +328,8 @@ class NativeKernels(Kernels):
     def make_kv_cache(self, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int) -> Tensor:
         """[N, K, 2, S, D]; what lies in a block's K, [S, D], is transposed: see csrc/program.h."""
         shape = (num_blocks, num_kv_heads, 2, block_size, head_dim)
-        return lazy_zeros(math.prod(shape) * self.kv_dtype.itemsize).view(self.kv_dtype).view(shape)
+        num_bytes = math.prod(shape) * self.kv_dtype.itemsize
+        return lazy_zeros(num_bytes, huge_pages=False).view(self.kv_dtype).view(shape)
 
     def copy_blocks(self, kv_cache: Tensor, src: Tensor, dst: Tensor, num_tokens: Tensor) -> None:
         operands = [operand.contiguous() for operand in (src, dst, num_tokens)]
@@ -382,7 +383,7 @@ class _PanelMemory:
         """num_bytes from a slab, at a cache line; pages that are never written take no memory."""
         size = -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
         if size > len(self._slab):
-            self._slab = lazy_zeros(max(size, _SLAB_BYTES))
+            self._slab = lazy_zeros(max(size, _SLAB_BYTES), huge_pages=True)
         panels, self._slab = self._slab[:num_bytes], self._slab[size:]
         return panels
 

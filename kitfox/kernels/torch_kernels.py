@@ -72,7 +72,8 @@ class TorchKernels(Kernels):
         shape = (num_blocks, 2, block_size, num_kv_heads, head_dim)
         if self.device.type != "cpu":
             return torch.zeros(shape, dtype=self.kv_dtype, device=self.device)
-        return lazy_zeros(math.prod(shape) * self.kv_dtype.itemsize).view(self.kv_dtype).view(shape)
+        num_bytes = math.prod(shape) * self.kv_dtype.itemsize
+        return lazy_zeros(num_bytes, huge_pages=False).view(self.kv_dtype).view(shape)
 
     def copy_blocks(self, kv_cache: Tensor, src: Tensor, dst: Tensor, num_tokens: Tensor) -> None:
         reference.copy_blocks(kv_cache, src, dst, num_tokens)
