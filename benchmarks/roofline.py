@@ -101,9 +101,8 @@ def products(name: str, kernels: NativeKernels, peaks: dict[str, float]) -> None
 
 
 def attention(kernels: NativeKernels, peaks: dict[str, float]) -> None:
-    """One layer: a prompt of 2,048 tokens, and decodes at that context."""
-    for name, num_requests, num_new in (("prompt of 2,048", 1, 2048), ("8 decodes at 2,048", 8, 1)):
-        context = 2048
+    """One layer: a prompt, a few tokens that are verified, and decodes."""
+    for num_requests, num_new, context in ((1, 2048, 2048), (1, 5, 512), (1, 5, 2048), (8, 1, 2048)):
         num_blocks = context // BLOCK
         cache = kernels.make_kv_cache(num_requests * num_blocks, BLOCK, KV_HEADS, HEAD_DIM)
         cache.copy_(torch.randn(cache.shape, dtype=torch.bfloat16))
@@ -128,7 +127,7 @@ def attention(kernels: NativeKernels, peaks: dict[str, float]) -> None:
         pairs = num_requests * sum(range(context - num_new + 1, context + 1))
         by_arithmetic = 4 * pairs * HEADS * HEAD_DIM / peaks["float"]
         by_memory = cache.nbytes / peaks["read"]
-        report(f"attention, {name}", best_of(step), by_arithmetic, by_memory)
+        report(f"attention, {num_requests} x {num_new} at {context}", best_of(step), by_arithmetic, by_memory)
 
 
 def best_of(step: Callable[[], None], seconds: float = 2.0) -> float:
