@@ -74,6 +74,7 @@ def test_an_interrupt_keeps_what_there_is():
     def slow(body):
         return Script(stream(body, ttft_s=30.0 if len(server.requests) > 5 else 0.0))
 
+    before = signal.getsignal(signal.SIGINT)
     with FakeServer(slow) as server:
         plan = plan_for(server, warm_up=0)
         server.requests.clear()
@@ -89,7 +90,7 @@ def test_an_interrupt_keeps_what_there_is():
     kinds = [record.failure.kind if record.failure else "ok" for record in result.records]
     assert kinds.count("ok") == 5
     assert set(kinds) == {"ok", "interrupted"}
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert signal.getsignal(signal.SIGINT) is before
 
 
 # ---- sweep ----------------------------------------------------------------------------------------------------------
