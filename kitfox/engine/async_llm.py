@@ -298,17 +298,21 @@ class AsyncLLM:
             EngineDeadError: it is not there, or died before it answered.
         """
         await self.wait_until_ready()
-        self._num_commands += 1
-        number = self._num_commands
+        number = self._send(command, **operands)
         answer: asyncio.Future[ControlAnswer] = asyncio.get_running_loop().create_future()
         self._answers[number] = answer
-        self._client.control(ControlEngine(number, command, **operands))
         try:
             answered = await answer
         finally:
             self._answers.pop(number, None)
         self.stats = answered.stats
         return answered
+
+    def _send(self, command: Command, **operands: Any) -> int:
+        """Send a command; its number, which the answer has too."""
+        self._num_commands += 1
+        self._client.control(ControlEngine(self._num_commands, command, **operands))
+        return self._num_commands
 
     async def load_adapter(self, name: str, path: str) -> Adapter:
         """Load a LoRA adapter from a directory. Requests may name it from then on.
@@ -364,11 +368,8 @@ class AsyncLLM:
         for name, adapter in list(self.adapters.items()):
             if self.has_served and not adapter.is_loaded:  # it may be what the engine died of
                 continue
-            self._num_commands += 1
-            self._client.control(
-                ControlEngine(self._num_commands, "load_adapter", adapter_id=adapter.adapter_id, path=adapter.path)
-            )
-            self._first_loads[self._num_commands] = name
+            number = self._send("load_adapter", adapter_id=adapter.adapter_id, path=adapter.path)
+            self._first_loads[number] = name
             self.adapters[name] = msgspec.structs.replace(adapter, is_loaded=True)
 
     async def flush_cache(self) -> bool:
@@ -543,9 +544,7 @@ class AsyncLLM:
         self._client.use_vocabulary(self._vocabulary)
         self._send_adapters()
         if self.config.scheduler != self._first_scheduling:
-            self._num_commands += 1
-            scheduling = self.config.scheduler
-            self._client.control(ControlEngine(self._num_commands, "set_scheduling", scheduling=scheduling))
+            self._send("set_scheduling", scheduling=self.config.scheduler)
         self.is_paused = self.is_sleeping = False
         return True
 
