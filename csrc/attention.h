@@ -51,6 +51,9 @@ constexpr int direct_vectors(int rows) {
   return count;
 }
 
+// Strips are as long as they can be (Attention::with_strips): one of so few rows is alone.
+constexpr bool may_have_neighbours(int rows) { return rows > simd::FLOAT_ROWS / 2; }
+
 // Uninitialised floats that begin at a cache line.
 class FloatBuffer {
  public:
@@ -69,8 +72,8 @@ class FloatBuffer {
   int64_t size_ = 0;
 };
 
-// The result of a key tile, or of several, for a tile's rows, not yet divided by the sums. Where the cache is in 16 bit, each 32 columns
-// of `weighted` are the even ones followed by the odd ones, as they come out of a load.
+// The result of a key tile, or of several, for a tile's rows, not yet divided by the sums. Where the cache is in 16 bit,
+// each 32 columns of `weighted` are the even ones followed by the odd ones, as they come out of a load.
 struct RowStates {
   float* highest;   // [padded rows]
   float* sums;      // [padded rows, LANES]: of a lane's keys
@@ -450,7 +453,7 @@ class Attention {
     if constexpr (R > 1) {
       if ((rows + strips - 1) / strips < R) return with_strips<T, R - 1>(item, scratch);
     }
-    if constexpr (R > simd::FLOAT_ROWS / 2) {
+    if constexpr (may_have_neighbours(R)) {
       if (rows > DIRECT_ROWS) return attend<T, R, true>(item, scratch);
     }
     attend<T, R, false>(item, scratch);
@@ -620,7 +623,7 @@ class Attention {
         const float* queries = scratch.queries + strip.row * QUERY_STRIDE;
         if (FROM_CACHE && i == 0) {
           score<R, V, true>(queries, tile, g, head_dim_, strip.scores);
-        } else {
+        } else if constexpr (may_have_neighbours(R)) {
           score<R, V, false>(queries, tile, g, head_dim_, strip.scores);
         }
       }
@@ -640,7 +643,7 @@ class Attention {
         if (FROM_CACHE && i == 0) {
           weigh<R, V, true>(strip.scores, tile, next, strip.begin, strip.end, column, shares, strip.states.weighted,
                             head_dim_);
-        } else {
+        } else if constexpr (may_have_neighbours(R)) {
           weigh<R, V, false>(strip.scores, tile, next, strip.begin, strip.end, column, shares, strip.states.weighted,
                              head_dim_);
         }
