@@ -43,6 +43,12 @@ constexpr int64_t LARGEST_HEAD = 256;
 // multiple of a page's part, so that they do not compete for a place in the first cache level.
 constexpr int64_t QUERY_STRIDE = LARGEST_HEAD + LANES;
 constexpr float LOWEST_SCORE = -1e30f;
+// Fixed point (CacheFormat::kFixed16): the largest code of a query, key or value, and log2 of that of a weight. Sums of
+// 256 elements of a head, or of a tile's 128 keys, stay below 2^31.
+constexpr int LARGEST_CODE_LOG2 = 11;
+constexpr int LARGEST_WEIGHT_LOG2 = 12;
+// No scale is less, so that a value of zeros does not take its weight out of reach of the others'.
+constexpr int LEAST_SCALE_LOG2 = -40;
 
 // How many vectors of keys or values meet this many rows at a time: a power of two that leaves registers for expanding.
 constexpr int direct_vectors(int rows) {
@@ -165,7 +171,7 @@ class AttentionPlan {
   int64_t scratch_rows() const { return scratch_rows_; }
   float* scratch(int thread) const { return scratch_[thread].data(); }
   int64_t scratch_size() const {
-    return 2 * KEY_TILE * head_dim_ + scratch_rows_ * (QUERY_STRIDE + 1) + BLOCK_ROWS * KEY_TILE +
+    return 2 * KEY_TILE * head_dim_ + scratch_rows_ * (QUERY_STRIDE + 2) + (BLOCK_ROWS + 1) * KEY_TILE +
            RowStates::size(scratch_rows_, head_dim_);
   }
 
@@ -256,6 +262,27 @@ class AttentionPlan {
   std::vector<FloatBuffer> scratch_;
 };
 
+template <class T>
+constexpr bool is_fixed = std::is_same_v<T, int16_t>;
+
+// Calls visit(T()) for the type of a cache's elements: float, uint16_t for bfloat16, or int16_t for fixed point.
+template <class Visit>
+KF_INLINE void with_elements(const KvCache& cache, const Visit& visit) {
+  switch (static_cast<CacheFormat>(cache.format)) {
+    case CacheFormat::kFloat32: return visit(float());
+    case CacheFormat::kBfloat16: return visit(uint16_t());
+    case CacheFormat::kFixed16: return visit(int16_t());
+  }
+}
+inline int64_t element_bytes(const KvCache& cache) {
+  return cache.format == static_cast<int32_t>(CacheFormat::kFloat32) ? 4 : 2;
+}
+// Of the keys, or the values, of a block and head.
+inline int64_t half_block_bytes(const KvCache& cache) {
+  const int64_t scale_bytes = cache.format == static_cast<int32_t>(CacheFormat::kFixed16) ? sizeof(float) : 0;
+  return cache.block_size * (cache.head_dim * element_bytes(cache) + scale_bytes);
+}
+
 // Calls body(0), ..., body(N - 1) with compile-time constants: GCC keeps an array in registers only where no index is
 // left when it looks, which is before it unrolls loops.
 #define KF_LAMBDA __attribute__((always_inline))
@@ -268,13 +295,16 @@ KF_INLINE void repeat(const Body& body) {
   repeat_each(std::make_integer_sequence<int, N>(), body);
 }
 
-// Where the keys and values of a key tile are, 16 positions at a time. T is uint16_t for bfloat16, or float.
-// Keys: elements 2p and 2p + 1 of 16 keys begin at keys[g] + p * key_stride, interleaved in 16 bit, half of a stride
-// apart in float. Values: those of a group's i-th position begin at values[g] + i * value_stride.
+// Where the keys and values of a key tile are, 16 positions at a time. T is uint16_t for bfloat16, int16_t for fixed
+// point, or float. Keys: elements 2p and 2p + 1 of 16 keys begin at keys[g] + p * key_stride, interleaved in 16 bit, half
+// of a stride apart in float. Values: those of a group's i-th position begin at values[g] + i * value_stride, or in fixed
+// point, where two positions are interleaved, those of its i-th pair.
 template <class T>
 struct KeyTile {
   const T* keys[KEY_GROUPS];
   const T* values[KEY_GROUPS];
+  const float* key_scales[KEY_GROUPS];      // in fixed point
+  const float* value_scales_log[KEY_GROUPS];
   int64_t key_stride;
   int64_t value_stride;
   int first;  // the keys that are there are [first, last) of the tile's
@@ -285,12 +315,15 @@ template <int COUNT, class T>
 KF_INLINE void prefetch(const T* p) {
   repeat<COUNT * sizeof(T) / 64>([&](auto i) KF_LAMBDA { __builtin_prefetch(p + i * 64 / sizeof(T), 0, 2); });
 }
-// What load_key_pair would read.
+// A pair of elements of 16 keys.
 KF_INLINE void prefetch_key_pair(const float* p, int64_t stride) {
   __builtin_prefetch(p, 0, 2);
   __builtin_prefetch(p + stride / 2, 0, 2);
 }
-KF_INLINE void prefetch_key_pair(const uint16_t* p, int64_t) { __builtin_prefetch(p, 0, 2); }
+template <class T>
+KF_INLINE void prefetch_key_pair(const T* p, int64_t) {
+  __builtin_prefetch(p, 0, 2);
+}
 
 KF_INLINE void load_key_pair(const float* p, int64_t stride, simd::f32& even, simd::f32& odd) {
   even = simd::load(p);
@@ -346,14 +379,59 @@ KF_INLINE void score(const float* q, const KeyTile<T>& tile, int g, int64_t head
   });
 }
 
+// In fixed point: sums of products of codes times the keys' scales, but for the scale of the row's query.
+template <int R, int V, bool PREFETCH>
+KF_INLINE void score(const float* q, const KeyTile<int16_t>& tile, int g, int64_t head_dim, float* scores) {
+  simd::i32 acc[R][V];
+  const int16_t* keys[V];
+  repeat<V>([&](auto v) KF_LAMBDA {
+    keys[v] = tile.keys[g + v];
+    repeat<R>([&](auto r) KF_LAMBDA { acc[r][v] = simd::set1_i32(0); });
+  });
+  const int64_t stride = tile.key_stride;
+  const auto* codes = reinterpret_cast<const int16_t*>(q);
+  for (int64_t d = 0; d < head_dim; d += 2) {
+    simd::i16x32 pairs[V];
+    repeat<V>([&](auto v) KF_LAMBDA {
+      pairs[v] = simd::load_i16(keys[v]);
+      keys[v] += stride;
+      if constexpr (PREFETCH) prefetch<2 * LANES>(tile.values[g + v] + d * LANES);
+    });
+    repeat<R>([&](auto r) KF_LAMBDA {
+      const simd::i32 factors = simd::broadcast2(codes + d + r * 2 * QUERY_STRIDE);
+      repeat<V>([&](auto v) KF_LAMBDA { simd::dot2(acc[r][v], pairs[v], factors); });
+    });
+  }
+  repeat<V>([&](auto v) KF_LAMBDA {
+    const simd::f32 scale = simd::load(tile.key_scales[g + v]);
+    repeat<R>([&](auto r) KF_LAMBDA {
+      simd::store(scores + r * KEY_TILE + (g + v) * LANES, simd::mul(simd::to_f32(acc[r][v]), scale));
+    });
+  });
+}
+
 // How a key tile's result goes into that of the tiles before it: old * kept + new * taken, for each row.
 struct Shares {
   float kept[LANES];
   float taken[LANES];
 };
 
-// weighted[r] = sum over keys [begin, end) of weights[r][key] * value, for V * 16 columns, merged with what is there if
-// there are shares. Can ask for the keys of the next tile.
+// Sums for V * 16 columns, merged with what is there if there are shares.
+template <int R, int V>
+KF_INLINE void store_weighted(simd::f32 (&acc)[R][V], const Shares* shares, float* weighted, int64_t head_dim) {
+  repeat<R>([&](auto r) KF_LAMBDA {
+    float* out = weighted + r * head_dim;
+    if (shares) {
+      const simd::f32 kept = simd::set1(shares->kept[r]), taken = simd::set1(shares->taken[r]);
+      repeat<V>([&](auto v) KF_LAMBDA {
+        acc[r][v] = simd::fma(acc[r][v], taken, simd::mul(simd::load(out + v * LANES), kept));
+      });
+    }
+    repeat<V>([&](auto v) KF_LAMBDA { simd::store(out + v * LANES, acc[r][v]); });
+  });
+}
+
+// weighted[r] = sum over keys [begin, end) of weights[r][key] * value. Can ask for the keys of the next tile.
 template <int R, int V, bool PREFETCH, class T>
 KF_INLINE void weigh(const float* weights, const KeyTile<T>& tile, const KeyTile<T>& next, int begin, int end,
                      int64_t column, const Shares* shares, float* weighted, int64_t head_dim) {
@@ -374,16 +452,55 @@ KF_INLINE void weigh(const float* weights, const KeyTile<T>& tile, const KeyTile
       multiply_add(acc, weights + key, KEY_TILE, value);
     }
   }
-  repeat<R>([&](auto r) KF_LAMBDA {
-    float* out = weighted + r * head_dim + column;
-    if (shares) {
-      const simd::f32 kept = simd::set1(shares->kept[r]), taken = simd::set1(shares->taken[r]);
+  store_weighted<R, V>(acc, shares, weighted + column, head_dim);
+}
+
+// In fixed point: sums of products of codes, since scales are in the weights. A weight that is not there is 0.
+template <int R, int V, bool PREFETCH>
+KF_INLINE void weigh(const float* weights, const KeyTile<int16_t>& tile, const KeyTile<int16_t>& next, int begin,
+                     int end, int64_t column, const Shares* shares, float* weighted, int64_t head_dim) {
+  simd::i32 acc[R][V];
+  repeat<R>([&](auto r) KF_LAMBDA { repeat<V>([&](auto v) KF_LAMBDA { acc[r][v] = simd::set1_i32(0); }); });
+  const auto* codes = reinterpret_cast<const int16_t*>(weights);
+  for (int key = begin / 2 * 2; key < end;) {
+    const int pair = key % LANES / 2;
+    const int16_t* values = tile.values[key / LANES] + pair * tile.value_stride + 2 * column;
+    const int16_t* coming = next.keys[key / LANES] + (pair * head_dim + column) / LANES * next.key_stride;
+    const int64_t coming_stride = head_dim / LANES * next.key_stride;
+    for (const int stop = std::min(end, (key / LANES + 1) * LANES); key < stop; key += 2) {
+      simd::i16x32 pairs[V];
       repeat<V>([&](auto v) KF_LAMBDA {
-        acc[r][v] = simd::fma(acc[r][v], taken, simd::mul(simd::load(out + v * LANES), kept));
+        pairs[v] = simd::load_i16(values + v * 2 * LANES);
+        if constexpr (PREFETCH) prefetch_key_pair(coming + v * next.key_stride, next.key_stride);
+      });
+      values += tile.value_stride;
+      coming += coming_stride;
+      repeat<R>([&](auto r) KF_LAMBDA {
+        const simd::i32 factors = simd::broadcast2(codes + key + r * 2 * KEY_TILE);
+        repeat<V>([&](auto v) KF_LAMBDA { simd::dot2(acc[r][v], pairs[v], factors); });
       });
     }
-    repeat<V>([&](auto v) KF_LAMBDA { simd::store(out + v * LANES, acc[r][v]); });
-  });
+  }
+  simd::f32 sums[R][V];
+  repeat<R>([&](auto r) KF_LAMBDA { repeat<V>([&](auto v) KF_LAMBDA { sums[r][v] = simd::to_f32(acc[r][v]); }); });
+  store_weighted<R, V>(sums, shares, weighted + column, head_dim);
+}
+
+// Codes of a head's numbers, and the power of two that is their scale: NaN where one of them is not finite.
+inline float to_fixed_point(const float* x, int64_t head_dim, int16_t* codes) {
+  simd::f32 top = simd::zero(), zeros_or_nan = simd::zero();
+  for (int64_t d = 0; d < head_dim; d += LANES) {
+    const simd::f32 numbers = simd::load(x + d);
+    top = simd::max(top, simd::abs(numbers));
+    zeros_or_nan = simd::add(zeros_or_nan, simd::sub(numbers, numbers));
+  }
+  if (simd::any(simd::is_nan(zeros_or_nan))) return NAN;
+  int exponent;
+  std::frexp(simd::largest(top), &exponent);
+  const int scale_log2 = std::max(exponent - LARGEST_CODE_LOG2, LEAST_SCALE_LOG2);
+  const simd::f32 inverse = simd::set1(std::ldexp(1.0f, -scale_log2));
+  for (int64_t d = 0; d < head_dim; d += LANES) simd::store_i16(codes + d, simd::mul(simd::load(x + d), inverse));
+  return std::ldexp(1.0f, scale_log2);
 }
 
 class Attention {
@@ -394,11 +511,8 @@ class Attention {
   int64_t num_tasks() const { return plan_.num_tasks(); }
 
   void run(int64_t begin, int64_t end, int thread) const {
-    if (args_.cache.is_bf16) {
-      run_items<uint16_t>(plan_.begin_of(begin), plan_.begin_of(end), thread);
-    } else {
-      run_items<float>(plan_.begin_of(begin), plan_.begin_of(end), thread);
-    }
+    const AttentionPlan::Item *item = plan_.begin_of(begin), *last = plan_.begin_of(end);
+    with_elements(args_.cache, [&](auto element) { run_items<decltype(element)>(item, last, thread); });
   }
 
  private:
@@ -409,7 +523,10 @@ class Attention {
     float* queries;      // [rows][QUERY_STRIDE], D of it used
     float* scores;       // of a block [rows][KEY_TILE]
     int32_t* positions;  // [rows]
-    RowStates states;    // of all tiles so far
+    // In fixed point, where the codes of queries and weights take half of the memory that is theirs.
+    float* query_scales;          // [rows]
+    float* value_scales_inverse;  // [KEY_TILE]
+    RowStates states;             // of all tiles so far
 
     Scratch(float* memory, int64_t rows, int64_t head_dim)
         : keys(memory),
@@ -417,7 +534,9 @@ class Attention {
           queries(values + KEY_TILE * head_dim),
           scores(queries + rows * QUERY_STRIDE),
           positions(reinterpret_cast<int32_t*>(scores + BLOCK_ROWS * KEY_TILE)),
-          states(scores + BLOCK_ROWS * KEY_TILE + rows, rows) {}
+          query_scales(scores + BLOCK_ROWS * KEY_TILE + rows),
+          value_scales_inverse(query_scales + rows),
+          states(value_scales_inverse + KEY_TILE, rows) {}
   };
 
   // A strip that attends to keys [begin, end) of a key tile.
@@ -459,11 +578,11 @@ class Attention {
     attend<T, R, false>(item, scratch);
   }
 
-  // In strips of R rows, whose keys and values are expanded first or not.
-  template <class T, int R, bool EXPAND>
+  // In strips of R rows, in blocks of strips or all at once.
+  template <class T, int R, bool BLOCKS>
   void attend(const AttentionPlan::Item& item, const Scratch& scratch) const {
     const int64_t rows = item.tokens * group_;
-    load_queries<R>(item, rows, scratch);
+    load_queries<T, R>(item, rows, scratch);
     const int64_t first_key = first_key_of(scratch, 0), end_key = item.position + item.tokens;
     const int64_t first_tile = std::max<int64_t>(item.first_tile, first_key / KEY_TILE);
     KeyTile<T> next;
@@ -473,9 +592,15 @@ class Attention {
       const KeyTile<T> tile = next;
       if (index + 1 < item.end_tile) next = locate<T>(item, start + KEY_TILE, first_key, end_key);
       const RowStates states = item.split < 0 ? scratch.states : plan_.partial(item, index);
-      if constexpr (EXPAND) {
+      if constexpr (is_fixed<T>) invert_scales(tile, scratch);
+      [[maybe_unused]] constexpr int64_t BLOCK = BLOCK_ROWS / R * R;
+      if constexpr (BLOCKS && is_fixed<T>) {
+        attend_block<R, 2, true>(item, tile, next, start, 0, std::min(rows, BLOCK), states, scratch);
+        for (int64_t row = BLOCK; row < rows; row += BLOCK) {
+          attend_block<R, 2, false>(item, tile, next, start, row, std::min(rows, row + BLOCK), states, scratch);
+        }
+      } else if constexpr (BLOCKS) {
         const KeyTile<float> expanded = expand(tile, scratch);
-        constexpr int64_t BLOCK = BLOCK_ROWS / R * R;
         for (int64_t row = 0; row < rows; row += BLOCK) {
           attend_block<R, 2, false>(item, expanded, expanded, start, row, std::min(rows, row + BLOCK), states, scratch);
         }
@@ -491,14 +616,14 @@ class Attention {
         for (int64_t index = first; index <= last; ++index) merge<R>(plan_.partial(item, index), row, scratch.states);
       }
     }
-    write(item, rows, scratch.states);
+    write<T>(item, rows, scratch.states);
   }
 
   int64_t first_key_of(const Scratch& scratch, int64_t row) const {
     return args_.window ? std::max<int64_t>(0, scratch.positions[row] + 1 - args_.window) : 0;
   }
 
-  template <int R>
+  template <class T, int R>
   void load_queries(const AttentionPlan::Item& item, int64_t rows, const Scratch& scratch) const {
     // Scores are in units of log2, for exp2, or of the soft cap.
     const auto factor = static_cast<float>(args_.softcap != 0 ? args_.scale / args_.softcap : args_.scale * LOG2_E);
@@ -511,6 +636,19 @@ class Attention {
       for (int64_t d = 0; d < head_dim_; d += LANES) {
         simd::store(out + d, simd::mul(simd::load(q + d), simd::set1(factor)));
       }
+      if constexpr (is_fixed<T>) {
+        scratch.query_scales[row] = to_fixed_point(out, head_dim_, reinterpret_cast<int16_t*>(out));
+      }
+    }
+  }
+
+  // What a weight is multiplied by to become that of the value's numbers instead of its codes. Always finite: it meets
+  // weights of 0 where keys are not there yet.
+  void invert_scales(const KeyTile<int16_t>& tile, const Scratch& scratch) const {
+    for (int g = 0; g < KEY_GROUPS; ++g) {
+      simd::f32 exponent = simd::sub(simd::zero(), simd::load(tile.value_scales_log[g]));
+      exponent = simd::max(simd::min(exponent, simd::set1(100.0f)), simd::set1(-100.0f));
+      simd::store(scratch.value_scales_inverse + g * LANES, simd::scale_by_power_of_two(simd::set1(1.0f), exponent));
     }
   }
 
@@ -527,7 +665,7 @@ class Attention {
     tile.first = static_cast<int>(std::max<int64_t>(0, first_key - start));
     tile.last = static_cast<int>(std::min<int64_t>(KEY_TILE, end_key - start));
     const KvCache& cache = args_.cache;
-    const int64_t size = cache.block_size, half = size * head_dim_;
+    const int64_t size = cache.block_size, half = half_block_bytes(cache) / sizeof(T);
     constexpr int64_t KEY_STEP = sizeof(T) == 2 ? 2 : 1;
     const int32_t* table = step_.block_table + item.request * step_.block_table_stride;
     const int first_group = tile.first / LANES, last_group = (tile.last - 1) / LANES;
@@ -537,6 +675,10 @@ class Attention {
       const T* block = static_cast<const T*>(cache.data) + pair * 2 * half;
       tile.keys[g] = block + offset * KEY_STEP;
       tile.values[g] = block + half + offset * head_dim_;
+      if constexpr (is_fixed<T>) {
+        tile.key_scales[g] = reinterpret_cast<const float*>(block + size * head_dim_) + offset;
+        tile.value_scales_log[g] = reinterpret_cast<const float*>(block + half + size * head_dim_) + offset;
+      }
       offset += LANES;
       if (offset == size) {
         offset = 0;
@@ -547,9 +689,13 @@ class Attention {
       const int known = std::min(std::max(g, first_group), last_group);
       tile.keys[g] = tile.keys[known];
       tile.values[g] = tile.values[known];
+      if constexpr (is_fixed<T>) {
+        tile.key_scales[g] = tile.key_scales[known];
+        tile.value_scales_log[g] = tile.value_scales_log[known];
+      }
     }
     tile.key_stride = 2 * size;
-    tile.value_stride = head_dim_;
+    tile.value_stride = is_fixed<T> ? 2 * head_dim_ : head_dim_;
     return tile;
   }
 
@@ -628,7 +774,7 @@ class Attention {
         }
       }
     }
-    for (int i = 0; i < count; ++i) weights<R>(start, strips[i], scratch);
+    for (int i = 0; i < count; ++i) weights<R>(tile, start, strips[i], scratch);
     weigh_columns<R, V, FROM_CACHE>(tile, next, 0, strips, count);
   }
 
@@ -653,11 +799,15 @@ class Attention {
   }
 
   // Turns scores into weights, and merges the highest score and the sum into those of the tiles before.
-  template <int R>
-  void weights(int64_t start, Strip& strip, const Scratch& scratch) const {
+  template <int R, class T>
+  void weights(const KeyTile<T>& tile, int64_t start, Strip& strip, const Scratch& scratch) const {
     const int first = strip.begin / LANES, last = (strip.end + LANES - 1) / LANES;
     const int32_t* positions = scratch.positions + strip.row;
-    if (args_.softcap != 0) cap<R>(strip.scores, first, last);
+    if constexpr (is_fixed<T>) {
+      scale<R>(tile, scratch.query_scales + strip.row, strip.scores, first, last);
+    } else if (args_.softcap != 0) {
+      cap<R>(strip.scores, first, last);
+    }
     const bool hides_later = positions[0] + 1 - start < last * LANES;
     const bool hides_earlier = args_.window && positions[R - 1] + 1 - args_.window - start > first * LANES;
     if (hides_later || hides_earlier) hide<R>(positions, start, strip.scores, first, last);
@@ -667,6 +817,7 @@ class Attention {
       simd::f32 top = simd::load(s + first * LANES);
       for (int g = first + 1; g < last; ++g) top = simd::max(top, simd::load(s + g * LANES));
       highest[r] = std::max(LOWEST_SCORE, simd::largest(top));
+      if constexpr (is_fixed<T>) highest[r] -= LARGEST_WEIGHT_LOG2;
     }
     if (strip.merges) {
       strip.shares = raise_highest<R>(strip.states, highest);
@@ -679,8 +830,13 @@ class Attention {
       simd::f32 sum = simd::zero();
       for (int g = first; g < last; ++g) {
         const simd::f32 weight = simd::exp2(simd::sub(simd::load(s + g * LANES), top));
-        simd::store(s + g * LANES, weight);
-        sum = simd::add(sum, weight);
+        if constexpr (is_fixed<T>) {
+          simd::store_i16(reinterpret_cast<int16_t*>(s) + g * LANES, weight);
+          sum = simd::fma(weight, simd::load(scratch.value_scales_inverse + g * LANES), sum);
+        } else {
+          simd::store(s + g * LANES, weight);
+          sum = simd::add(sum, weight);
+        }
       }
       if (strip.merges) sum = merged(strip.states.sums + r * LANES, sum, strip.shares, r);
       simd::store(strip.states.sums + r * LANES, sum);
@@ -701,6 +857,22 @@ class Attention {
 
   static simd::f32 merged(const float* old, simd::f32 here, const Shares& shares, int row) {
     return simd::fma(here, simd::set1(shares.taken[row]), simd::mul(simd::load(old), simd::set1(shares.kept[row])));
+  }
+
+  // Multiplies fixed point scores by the queries' scales, and their weights to come by the values'.
+  template <int R>
+  void scale(const KeyTile<int16_t>& tile, const float* query_scales, float* scores, int first, int last) const {
+    const simd::f32 limit = simd::set1(static_cast<float>(args_.softcap * LOG2_E));
+    for (int r = 0; r < R; ++r) {
+      const simd::f32 query_scale = simd::set1(query_scales[r]);
+      for (int g = first; g < last; ++g) {
+        float* at = scores + r * KEY_TILE + g * LANES;
+        const simd::f32 score = simd::load(at), value_scale_log = simd::load(tile.value_scales_log[g]);
+        simd::store(at, args_.softcap != 0
+                            ? simd::fma(simd::tanh(simd::mul(score, query_scale)), limit, value_scale_log)
+                            : simd::fma(score, query_scale, value_scale_log));
+      }
+    }
   }
 
   template <int R>
@@ -749,13 +921,14 @@ class Attention {
     }
   }
 
+  template <class T>
   void write(const AttentionPlan::Item& item, int64_t rows, const RowStates& states) const {
     for (int64_t row = 0; row < rows; ++row) {
       const float inverse = 1.0f / simd::sum(simd::load(states.sums + row * LANES));
       const float* weighted = states.weighted + row * head_dim_;
       float* out = args_.out + head_of(item, row) * head_dim_;
       int64_t d = 0;
-      if (args_.cache.is_bf16) {
+      if constexpr (std::is_same_v<T, uint16_t>) {
         for (; d + 2 * LANES <= head_dim_; d += 2 * LANES) interleave(weighted + d, inverse, out + d);
       }
       for (; d < head_dim_; ++d) out[d] = weighted[d] * inverse;
@@ -793,10 +966,8 @@ class RotateAndWrite {
       if (head < args_.num_heads) {
         const int64_t at = (row * args_.num_heads + head) * head_dim_;
         rotate(args_.q + at, args_.q_norm, row, args_.q_out + at);
-      } else if (args_.cache.is_bf16) {
-        write<uint16_t>(row, head - args_.num_heads);
       } else {
-        write<float>(row, head - args_.num_heads);
+        with_elements(args_.cache, [&](auto element) { write<decltype(element)>(row, head - args_.num_heads); });
       }
       if (++head == heads) {
         head = 0;
@@ -829,21 +1000,31 @@ class RotateAndWrite {
     const KvCache& cache = args_.cache;
     const int64_t slot = step_.slot_mapping[first_row_ + row], size = cache.block_size;
     const int64_t block = slot / size, offset = slot % size;
-    T* keys = static_cast<T*>(cache.data) + (block * cache.num_kv_heads + kv_head) * 2 * size * head_dim_;
-    T* values = keys + (size + offset) * head_dim_;
+    const int64_t half = half_block_bytes(cache) / sizeof(T);
+    T* keys = static_cast<T*>(cache.data) + (block * cache.num_kv_heads + kv_head) * 2 * half;
+    T* values = keys + half;
     const int64_t at = (row * cache.num_kv_heads + kv_head) * head_dim_;
     float key[LARGEST_HEAD];
     rotate(args_.k + at, args_.k_norm, row, key);
-    if constexpr (sizeof(T) == 2) {
+    if constexpr (is_fixed<T>) {
+      int16_t codes[LARGEST_HEAD];
+      const float key_scale = to_fixed_point(key, head_dim_, codes);
+      for (int64_t d = 0; d < head_dim_; d += 2) std::memcpy(keys + d * size + 2 * offset, codes + d, 4);
+      reinterpret_cast<float*>(keys + size * head_dim_)[offset] = key_scale;
+      const float value_scale = to_fixed_point(args_.v + at, head_dim_, codes);
+      int16_t* pairs = values + offset / 2 * 2 * head_dim_ + offset % 2;
+      for (int64_t d = 0; d < head_dim_; ++d) pairs[2 * d] = codes[d];
+      reinterpret_cast<float*>(values + size * head_dim_)[offset] = std::log2(value_scale);
+    } else if constexpr (sizeof(T) == 2) {
       uint16_t narrow[LARGEST_HEAD];
       for (int64_t d = 0; d < head_dim_; d += LANES) {
         simd::store_bf16(narrow + d, simd::load(key + d));
-        simd::store_bf16(values + d, simd::load(args_.v + at + d));
+        simd::store_bf16(values + offset * head_dim_ + d, simd::load(args_.v + at + d));
       }
       for (int64_t d = 0; d < head_dim_; d += 2) std::memcpy(keys + d * size + 2 * offset, narrow + d, 4);
     } else {
       for (int64_t d = 0; d < head_dim_; ++d) keys[d * size + offset] = key[d];
-      std::memcpy(values, args_.v + at, head_dim_ * sizeof(float));
+      std::memcpy(values + offset * head_dim_, args_.v + at, head_dim_ * sizeof(float));
     }
   }
 
@@ -857,9 +1038,10 @@ class RotateAndWrite {
 // Copies the first num_tokens[i] slots of block src[i] into block dst[i]. All copies read before any writes.
 inline void copy_blocks(const KvCache& cache, const int64_t* src, const int64_t* dst, const int64_t* num_tokens,
                         int64_t count) {
-  // A slot has four bytes in each row of the keys, two elements or one.
-  const int64_t value_bytes = cache.head_dim * (cache.is_bf16 ? 2 : 4), key_rows = value_bytes / 4;
-  const int64_t half_bytes = cache.block_size * value_bytes;
+  // A slot has four bytes in each row of the keys: two elements, one, or a scale.
+  const bool fixed = cache.format == static_cast<int32_t>(CacheFormat::kFixed16);
+  const int64_t value_bytes = cache.head_dim * element_bytes(cache), half_bytes = half_block_bytes(cache);
+  const int64_t key_rows = half_bytes / cache.block_size / 4;
   auto* data = static_cast<uint8_t*>(cache.data);
   std::vector<uint8_t> copies;
   // Calls visit(address, bytes) for each run of bytes that the first `tokens` slots of a block occupy.
@@ -869,7 +1051,16 @@ inline void copy_blocks(const KvCache& cache, const int64_t* src, const int64_t*
       for (int64_t row = 0; row < key_rows; ++row) {
         visit(keys + row * cache.block_size * 4, tokens * 4);
       }
-      visit(keys + half_bytes, tokens * value_bytes);
+      uint8_t* values = keys + half_bytes;
+      if (!fixed) {
+        visit(values, tokens * value_bytes);
+        continue;
+      }
+      visit(values, tokens / 2 * 2 * value_bytes);
+      // Half of a pair.
+      uint8_t* pair = values + tokens / 2 * 2 * value_bytes;
+      for (int64_t d = 0; tokens % 2 && d < cache.head_dim; ++d) visit(pair + 4 * d, 2);
+      visit(values + cache.block_size * value_bytes, tokens * 4);
     }
   };
   for (int64_t i = 0; i < count; ++i) {

@@ -57,14 +57,20 @@ struct Step {
   int64_t features_stride;
 };
 
-// The paged cache of one layer, [num_blocks][kv_heads]{K, V}: K is [D/2][S][2] in 16 bits or [D][S] in float, V is
-// [S][D]. S, the block size, and D, the head's, are multiples of 16.
+enum class CacheFormat : int32_t {
+  kFloat32 = 0,   // K [D][S], V [S][D]
+  kBfloat16 = 1,  // K [D/2][S][2], V [S][D]
+  kFixed16 = 2,   // K {[D/2][S][2], float scale [S]}, V {[S/2][D][2], float log2 of the scale [S]}, int16 but for those
+};
+
+// The paged cache of one layer, [num_blocks][kv_heads]{K, V}. S, the block size, and D, the head's, are multiples of 16.
+// In fixed point the numbers of a token and head are scale * code, |code| <= 2048 and the scale a power of two.
 struct KvCache {
   void* data;
   int64_t num_kv_heads;
   int64_t head_dim;
   int64_t block_size;
-  int32_t is_bf16;  // else float
+  int32_t format;  // CacheFormat
   int32_t unused;
 };
 

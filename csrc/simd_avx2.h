@@ -14,6 +14,9 @@ struct i32 {
 struct u8x64 {
   __m256i low, high;
 };
+struct i16x32 {
+  __m256i low, high;
+};
 // All bits of a lane, or none.
 struct mask {
   __m256 low, high;
@@ -222,6 +225,26 @@ KF_INLINE __m256i dot4_half(__m256i acc, __m256i w, __m256i a) {
 // acc[lane] += sum over i < 4 of w[4 lane + i] * a[i]: unsigned weights, four signed activations for all lanes.
 KF_INLINE void dot4(i32& acc, u8x64 w, i32 a) {
   acc = {dot4_half(acc.low, w.low, a.low), dot4_half(acc.high, w.high, a.high)};
+}
+// acc[lane] += sum over i < 2 of x[2 lane + i] * a[i].
+KF_INLINE void dot2(i32& acc, i16x32 x, i32 a) {
+  acc = {_mm256_add_epi32(acc.low, _mm256_madd_epi16(x.low, a.low)),
+         _mm256_add_epi32(acc.high, _mm256_madd_epi16(x.high, a.high))};
+}
+KF_INLINE i16x32 load_i16(const int16_t* p) {
+  return {_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)),
+          _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p + 16))};
+}
+// Two numbers for all lanes.
+KF_INLINE i32 broadcast2(const int16_t* p) {
+  int32_t bits;
+  std::memcpy(&bits, p, 4);
+  return set1_i32(bits);
+}
+// To the nearest integers, ties to even, as far as 16 bits hold them.
+KF_INLINE void store_i16(int16_t* p, f32 a) {
+  const __m256i packed = _mm256_packs_epi32(_mm256_cvtps_epi32(a.low), _mm256_cvtps_epi32(a.high));
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm256_permute4x64_epi64(packed, UNPACKED_QUARTERS));
 }
 KF_INLINE i32 broadcast4(const int8_t* p) {
   int32_t bits;

@@ -14,6 +14,9 @@ struct i32 {
 struct u8x64 {
   uint8x16_t a, b, c, d;
 };
+struct i16x32 {
+  int16x8_t a, b, c, d;
+};
 // All bits of a lane, or none.
 struct mask {
   uint32x4_t a, b, c, d;
@@ -249,6 +252,33 @@ KF_INLINE void dot4(i32& acc, u8x64 w, i32 activations) {
         return vdotq_s32(vaddq_s32(sum, correction), signed_codes, x);
       },
       acc, w, activations);
+}
+// acc[lane] += sum over i < 2 of x[2 lane + i] * a[i].
+KF_INLINE void dot2(i32& acc, i16x32 x, i32 pairs) {
+  acc = each<i32>(
+      [](int32x4_t sum, int16x8_t codes, int32x4_t pair) {
+        const int16x8_t a = vreinterpretq_s16_s32(pair);
+        const int32x4_t low = vmull_s16(vget_low_s16(codes), vget_low_s16(a));
+        return vaddq_s32(sum, vpaddq_s32(low, vmull_high_s16(codes, a)));
+      },
+      acc, x, pairs);
+}
+KF_INLINE i16x32 load_i16(const int16_t* p) {
+  return {vld1q_s16(p), vld1q_s16(p + 8), vld1q_s16(p + 16), vld1q_s16(p + 24)};
+}
+// Two numbers for all lanes.
+KF_INLINE i32 broadcast2(const int16_t* p) {
+  int32_t bits;
+  std::memcpy(&bits, p, 4);
+  return set1_i32(bits);
+}
+// To the nearest integers, ties to even, as far as 16 bits hold them.
+KF_INLINE void store_i16(int16_t* p, f32 x) {
+  const auto narrow = [](float32x4_t a, float32x4_t b) {
+    return vcombine_s16(vqmovn_s32(vcvtnq_s32_f32(a)), vqmovn_s32(vcvtnq_s32_f32(b)));
+  };
+  vst1q_s16(p, narrow(x.a, x.b));
+  vst1q_s16(p + 8, narrow(x.c, x.d));
 }
 KF_INLINE i32 broadcast4(const int8_t* p) {
   int32_t bits;

@@ -20,6 +20,8 @@ SCHEDULING_POLICIES: tuple[SchedulingPolicy, ...] = ("fcfs", "priority", "lpm")
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 DTYPES: tuple[DType, ...] = ("auto", "float32", "bfloat16", "float16")
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+KVDType = Literal["auto", "float32", "bfloat16", "float16", "int16"]
+KV_DTYPES: tuple[KVDType, ...] = (*DTYPES, "int16")
 Quantization = Literal["auto", "none", "int8"]
 QUANTIZATIONS: tuple[Quantization, ...] = ("auto", "none", "int8")
 Pooling = Literal["mean", "last"]
@@ -92,7 +94,8 @@ class CacheConfig:
     Attributes:
         organisation: "paged" (chained block hashes), "radix" (token-exact tree) or "none".
         block_size: tokens in a block, for every organisation.
-        dtype: KV element type; "auto" follows the model's dtype.
+        dtype: KV element type; "auto" is what suits the kernels (`plan.resolve_precision`), "int16" fixed point of 12
+            bits with a scale for each token and head.
         num_blocks: exact pool size; overrides memory_bytes and memory_fraction.
         memory_bytes: bytes for KV; overrides memory_fraction.
         memory_fraction: share of the device's memory for weights, activations and KV together.
@@ -101,7 +104,7 @@ class CacheConfig:
 
     organisation: CacheOrganisation = "paged"
     block_size: int = 32
-    dtype: DType = "auto"
+    dtype: KVDType = "auto"
     num_blocks: int | None = None
     memory_bytes: int | None = None
     memory_fraction: float = 0.5
@@ -111,6 +114,7 @@ class CacheConfig:
         names = ", ".join(CACHE_ORGANISATIONS)
         _check(self.organisation in CACHE_ORGANISATIONS, "cache", f"must be one of {names}", self.organisation)
         _check(1 <= self.block_size <= 1024, "block_size", "must be in [1, 1024]", self.block_size)
+        _check(self.dtype in KV_DTYPES, "kv_cache_dtype", f"must be one of {', '.join(KV_DTYPES)}", self.dtype)
         _check(self.num_blocks is None or self.num_blocks >= 1, "num_blocks", "must be >= 1", self.num_blocks)
         _check(self.memory_bytes is None or self.memory_bytes >= 1, "memory_bytes", "must be >= 1", self.memory_bytes)
         _check(0 < self.memory_fraction <= 1, "memory_fraction", "must be in (0, 1]", self.memory_fraction)
@@ -338,9 +342,10 @@ class ModelConfig:
     def softmax_scale(self) -> float:
         return self.query_scale if self.query_scale is not None else float(self.head_dim) ** -0.5
 
-    def kv_bytes_per_token(self, element_bytes: int) -> int:
+    def kv_bytes_per_token(self, kv_dtype: str) -> int:
         """Bytes of K and V that one token keeps over all layers."""
-        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * element_bytes
+        head_bytes = 2 * self.head_dim + 4 if kv_dtype == "int16" else DTYPE_BYTES[kv_dtype] * self.head_dim
+        return 2 * self.num_layers * self.num_kv_heads * head_bytes
 
 
 @dataclass(frozen=True)

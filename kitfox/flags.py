@@ -23,6 +23,7 @@ from kitfox.config import (
     CACHE_ORGANISATIONS,
     DTYPES,
     EVICTION_POLICIES,
+    KV_DTYPES,
     POOLINGS,
     QUANTIZATIONS,
     SCHEDULING_POLICIES,
@@ -208,7 +209,8 @@ def parse_http_url(text: str) -> str:
 
 
 ANY = 2**63 - 1
-parse_dtype = one_of(*DTYPES, half="float16", float="float32", bf16="bfloat16", fp16="float16", fp32="float32")
+_SHORT_DTYPES = {"half": "float16", "float": "float32", "bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+parse_dtype = one_of(*DTYPES, **_SHORT_DTYPES)
 
 # ---- the table ------------------------------------------------------------------------------------------------------
 
@@ -500,7 +502,14 @@ FLAGS: tuple[Flag, ...] = (
         size,
     ),
     Flag("exact number of KV tokens", CACHE, "", "--max-total-tokens", "cache.max_total_tokens", size),
-    Flag("element type of KV", CACHE, "--kv-cache-dtype", "--kv-cache-dtype", "cache.dtype", parse_dtype),
+    Flag(
+        "element type of KV; int16 is fixed point with a scale for each token and head",
+        CACHE,
+        "--kv-cache-dtype",
+        "--kv-cache-dtype",
+        "cache.dtype",
+        one_of(*KV_DTYPES, **_SHORT_DTYPES),
+    ),
     Flag(
         "which leaves of the radix tree go first: lru, lfu, slru or priority",
         CACHE,

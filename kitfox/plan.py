@@ -166,7 +166,7 @@ def plan_draft(config: EngineConfig, model_config: ModelConfig, *, own_kv_bytes:
     return Guesser(
         config.model.model,
         weights_bytes + count_activation_bytes(config, model_config, precision, num_tokens),
-        model_config.kv_bytes_per_token(DTYPE_BYTES[precision.kv_dtype]),
+        model_config.kv_bytes_per_token(precision.kv_dtype),
         own_kv_bytes,
     )
 
@@ -211,7 +211,11 @@ def resolve_precision(config: EngineConfig, model: ModelConfig, device_type: str
     """What "auto" means for this checkpoint and device.
 
     The weights' dtype is the checkpoint's; one that is quantised and not kept so becomes float32 on a CPU and bfloat16
-    on CUDA. The cache has the weights' dtype, but on a CPU it is bfloat16 unless the weights are float32.
+    on CUDA. The cache has the weights' dtype, but fixed point (int16) instead of 16 bits where there are kernels for
+    that: as large, more precise, and multiplied twice as fast.
+
+    Raises:
+        ConfigError: a cache in fixed point was asked for where there are no kernels for it.
     """
     why_not = _why_not_native(config, model) if device_type == "cpu" else None
     keeps = model.stored_quantization and config.model.quantization == "auto" and config.model.dtype == "auto"
@@ -227,9 +231,14 @@ def resolve_precision(config: EngineConfig, model: ModelConfig, device_type: str
         dtype = model.dtype if is_float else fallback
     kv_dtype: str = config.cache.dtype
     if kv_dtype == "auto":
-        kv_dtype = dtype
-        if why_not == "" and (quantization or dtype == "float16"):
-            kv_dtype = "bfloat16"
+        has_kernels = why_not == ""
+        kv_dtype = "int16" if has_kernels and (quantization or dtype != "float32") else dtype
+    elif kv_dtype == "int16" and why_not != "":
+        raise ConfigError(
+            f"kv_cache_dtype int16 needs the compiled kernels of a CPU. Here: {why_not or 'another device'}. "
+            "Use --kv-cache-dtype auto",
+            param="kv_cache_dtype",
+        )
     return Precision(dtype, kv_dtype, quantization, why_not)
 
 
@@ -405,7 +414,7 @@ def _divide(
 ) -> MemoryPlan:
     """The plan, whether it fits or not."""
     precision = resolve_precision(config, model_config, device)
-    kv_bytes_per_token = model_config.kv_bytes_per_token(DTYPE_BYTES[precision.kv_dtype])
+    kv_bytes_per_token = model_config.kv_bytes_per_token(precision.kv_dtype)
     if guesser is not None and guesser.own_kv_bytes is None:
         kv_bytes_per_token += guesser.kv_bytes_per_token
     num_parameters = count_parameters(model_config)

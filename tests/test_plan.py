@@ -146,7 +146,7 @@ class TestPool:
         stored = dataclasses.replace(SMOLLM2, stored_quantization="Q4_1", stored_bytes=98_765_432)
         plan = make_plan(config(), stored, 24 * GIB)
         assert plan.weights_bytes == 98_765_432
-        assert plan.kv_bytes_per_token == 2 * 30 * 3 * 64 * 2
+        assert plan.kv_bytes_per_token == 2 * 30 * 3 * (64 * 2 + 4)  # in fixed point: two bytes a number, and a scale
         assert "134.5 M parameters as stored" in render(plan)
         plan = make_plan(config(model={"quantization": "int8"}), stored, 24 * GIB)
         assert plan.weights_bytes == 134_515_008
@@ -232,23 +232,29 @@ class TestPrecision:
     @pytest.mark.usefixtures("kernels")
     def test_compiled_kernels_keep_what_is_quantised(self) -> None:
         stored = dataclasses.replace(SMOLLM2, stored_quantization="Q4_1")
-        assert self.resolved(stored) == ("float32", "bfloat16", "stored")
+        assert self.resolved(stored) == ("float32", "int16", "stored")
         assert self.resolved(stored, cache={"dtype": "float32"}) == ("float32", "float32", "stored")
         assert self.resolved(stored, model={"quantization": "none"}) == ("float32", "float32", "")
-        assert self.resolved(stored, model={"dtype": "bfloat16"}) == ("bfloat16", "bfloat16", "")
-        assert self.resolved(stored, model={"quantization": "int8"}) == ("float32", "bfloat16", "int8")
+        assert self.resolved(stored, model={"dtype": "bfloat16"}) == ("bfloat16", "int16", "")
+        assert self.resolved(stored, model={"quantization": "int8"}) == ("float32", "int16", "int8")
         assert self.resolved(SMOLLM2) == ("float32", "float32", "")
-        assert self.resolved(SMOLLM2, model={"quantization": "int8"}) == ("float32", "bfloat16", "int8")
+        assert self.resolved(SMOLLM2, model={"quantization": "int8"}) == ("float32", "int16", "int8")
 
     @pytest.mark.usefixtures("kernels")
     def test_compiled_kernels_have_no_cache_of_float16(self) -> None:
         half = dataclasses.replace(SMOLLM2, dtype="float16")
-        assert self.resolved(half) == ("float16", "bfloat16", "")
+        assert self.resolved(half) == ("float16", "int16", "")
         assert self.resolved(half, cache={"dtype": "float16"}) == ("float16", "float16", "")
 
     def test_without_kernels_nothing_is_kept(self) -> None:
         stored = dataclasses.replace(SMOLLM2, stored_quantization="Q4_1")
         assert self.resolved(stored) == ("float32", "float32", "")
+
+    @pytest.mark.parametrize("device", ["cpu", "cuda"])
+    def test_fixed_point_without_kernels_is_refused(self, device: str) -> None:
+        with pytest.raises(ConfigError, match="kv_cache_dtype int16 needs the compiled kernels of a CPU") as raised:
+            resolve_precision(config(cache={"dtype": "int16"}), SMOLLM2, device)
+        assert raised.value.param == "kv_cache_dtype"
 
     @pytest.mark.parametrize(
         ("model", "cache", "why"),

@@ -26,7 +26,12 @@ from kitfox.weights.adapters import read_adapter_config, read_adapter_weights
 
 logger = logging.getLogger("kitfox.executor")
 
-TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+TORCH_DTYPES = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "int16": torch.int16,  # of the cache only
+}
 # From here on a thread that the system moves costs more than it gains: the others wait for it.
 FEWEST_PINNED_THREADS = 8
 

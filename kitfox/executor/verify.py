@@ -110,7 +110,7 @@ class PagedForward:
     def __post_init__(self) -> None:
         caches = self.executor.runner.kv_caches
         for cache in caches:
-            cache.fill_(math.nan)
+            cache.view(torch.uint8).fill_(0xFF)  # not a number in any floating type, scales of codes included
         self._free_blocks = torch.randperm(len(caches[0]), generator=torch.Generator().manual_seed(self.seed)).int()
 
     @property

@@ -72,7 +72,7 @@ class KvCacheStruct(ctypes.Structure):
         ("num_kv_heads", c_int64),
         ("head_dim", c_int64),
         ("block_size", c_int64),
-        ("is_bf16", c_int32),
+        ("format", c_int32),
         ("unused", c_int32),
     ]
 

@@ -24,6 +24,8 @@ from kitfox.kernels.quantized import INT8_GROUP, INT8_ZERO, QuantizedWeight, qua
 from kitfox.kernels.recording import Call, Codes, Operand, StepTensor, address_of
 
 _FORMATS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+_CACHE_FORMATS = {torch.float32: 0, torch.bfloat16: 1, torch.int16: 2}
+_SCALE_ELEMENTS = {torch.int16: 2}  # what a scale takes of a row of the cache
 _GROUPED = 3
 _SCALE_PER_CHANNEL, _SCALE_FLOAT16, _SCALE_FLOAT32 = range(3)
 _ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_pytorch_tanh": 2}
@@ -71,13 +73,13 @@ class NativeKernels(Kernels):
 
         Args:
             dtype: of matrices that are not quantised.
-            kv_dtype: float32 or bfloat16.
+            kv_dtype: float32, bfloat16, or int16 for fixed point.
             cores: one a thread, to pin them; none are pinned when empty.
             spin_us: how long a thread that waits stays awake.
             int8: quantise matrices to 8 bits.
             keeps_quantized: take a checkpoint's own quantised matrices as they are.
         """
-        assert kv_dtype in (torch.float32, torch.bfloat16), f"no kernels for a cache of {kv_dtype}"
+        assert kv_dtype in _CACHE_FORMATS, f"no kernels for a cache of {kv_dtype}"
         self.device = torch.device("cpu")
         self.dtype, self.kv_dtype = dtype, kv_dtype
         self.keeps_quantized = keeps_quantized
@@ -277,7 +279,7 @@ class NativeKernels(Kernels):
             "k_norm": k_norm,
             "table": table,
         }
-        head_dim = kv_cache.shape[4]
+        head_dim = _head_dim(kv_cache)
         constants = {
             "cache": _cache_struct(kv_cache),
             "num_heads": q.shape[1] // head_dim,
@@ -301,7 +303,7 @@ class NativeKernels(Kernels):
         out = _empty(q, q.shape[1])
         constants = {
             "cache": _cache_struct(kv_cache),
-            "num_heads": q.shape[1] // kv_cache.shape[4],
+            "num_heads": q.shape[1] // _head_dim(kv_cache),
             "window": window or 0,
             "scale": scale,
             "softcap": softcap or 0.0,
@@ -326,8 +328,8 @@ class NativeKernels(Kernels):
     # ---- KV cache -----------------------------------------------------------------------------------------------
 
     def make_kv_cache(self, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int) -> Tensor:
-        """[N, K, 2, S, D]; what lies in a block's K, [S, D], is transposed: see csrc/program.h."""
-        shape = (num_blocks, num_kv_heads, 2, block_size, head_dim)
+        """[N, K, 2, S, D], or D + 2 in fixed point; how they lie in a block's K and V says csrc/program.h."""
+        shape = (num_blocks, num_kv_heads, 2, block_size, head_dim + _SCALE_ELEMENTS.get(self.kv_dtype, 0))
         num_bytes = math.prod(shape) * self.kv_dtype.itemsize
         return lazy_zeros(num_bytes, huge_pages=False).view(self.kv_dtype).view(shape)
 
@@ -389,8 +391,13 @@ class _PanelMemory:
 
 
 def _cache_struct(kv_cache: Tensor) -> KvCacheStruct:
-    _, num_kv_heads, _, block_size, head_dim = kv_cache.shape
-    return KvCacheStruct(kv_cache.data_ptr(), num_kv_heads, head_dim, block_size, kv_cache.dtype == torch.bfloat16)
+    _, num_kv_heads, _, block_size, _ = kv_cache.shape
+    cache_format = _CACHE_FORMATS[kv_cache.dtype]
+    return KvCacheStruct(kv_cache.data_ptr(), num_kv_heads, _head_dim(kv_cache), block_size, cache_format)
+
+
+def _head_dim(kv_cache: Tensor) -> int:
+    return kv_cache.shape[4] - _SCALE_ELEMENTS.get(kv_cache.dtype, 0)
 
 
 def _empty(like: Tensor, width: int, dtype: torch.dtype = torch.float32) -> Any:

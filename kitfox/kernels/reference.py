@@ -204,6 +204,21 @@ def embedding(ids: Tensor, weight: Tensor) -> Tensor:
     return weight[ids]
 
 
+def to_fixed_point(x: Tensor) -> tuple[Tensor, Tensor]:
+    """How a cache of int16 keeps the numbers of a head: codes times a scale that is a power of two.
+
+    Args:
+        x: [..., D] float32.
+
+    Returns:
+        Codes [..., D] int16, at most 2048, and log2 of their scale [..., 1] float32, NaN where a number is not finite.
+    """
+    largest = x.abs().amax(-1, keepdim=True)
+    scale_log = (torch.frexp(largest).exponent - 11).clamp(min=-40).float()
+    codes = torch.round(torch.ldexp(x, -scale_log)).nan_to_num(0.0, 0.0, 0.0).to(torch.int16)
+    return codes, torch.where(x.isfinite().all(-1, keepdim=True), scale_log, torch.nan)
+
+
 def write_kv(k: Tensor, v: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> None:
     """Store this step's keys and values in their slots; changes kv_cache.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from kitfox.config import DTYPE_BYTES, EngineConfig
+from kitfox.config import EngineConfig
 from kitfox.errors import ConfigError
 from kitfox.plan import Guesser, plan_draft, planned_device, resolve_precision
 from kitfox.spec_decode.model_proposers import DraftOptions, HeadOptions, SelfOptions
@@ -53,7 +53,7 @@ def guesser_of(config: EngineConfig) -> Guesser | None:
     path = resolve_model(options.model, revision=options.revision, patterns=HEAD_PATTERNS).path
     layer = read_head_config(path).model
     kv_dtype = resolve_precision(config, layer, planned_device(config)).kv_dtype
-    return Guesser(options.model, layer.stored_bytes, layer.kv_bytes_per_token(DTYPE_BYTES[kv_dtype]), None)
+    return Guesser(options.model, layer.stored_bytes, layer.kv_bytes_per_token(kv_dtype), None)
 
 
 def check_options(name: str, options: dict[str, Any]) -> None:

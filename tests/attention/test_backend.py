@@ -11,7 +11,7 @@ from torch import Tensor
 from kitfox.attention import ForwardBatch, make_attention_backend
 from kitfox.kernels import reference
 from kitfox.kernels.interface import Kernels
-from tests.native import native_kernels, needs_native, torch_kernels
+from tests.native import native_kernels, needs_native, poison, torch_kernels
 
 BLOCK_SIZE = 16
 KV_HEADS, HEADS, HEAD_DIM = 2, 4, 16
@@ -26,9 +26,7 @@ def make_kernels(kind: str) -> Kernels:
 
 def make_caches(kernels: Kernels, num_layers: int, num_blocks: int) -> list[Tensor]:
     """Slots that nothing was written to are not numbers."""
-    return [
-        kernels.make_kv_cache(num_blocks, BLOCK_SIZE, KV_HEADS, HEAD_DIM).fill_(torch.nan) for _ in range(num_layers)
-    ]
+    return [poison(kernels.make_kv_cache(num_blocks, BLOCK_SIZE, KV_HEADS, HEAD_DIM)) for _ in range(num_layers)]
 
 
 def make_batch(

@@ -54,7 +54,7 @@ MODELS = {
 WEIGHTS = {
     "float32": {},
     "bfloat16": {"dtype": torch.bfloat16, "kv_dtype": torch.bfloat16},
-    "int8": {"int8": True, "kv_dtype": torch.bfloat16},
+    "int8": {"int8": True, "kv_dtype": torch.int16},
 }
 LENGTHS = (300, 45, 290)
 # Prefill of more rows than a tile has, decodes beside it, decodes alone, and a chunk that ends a prompt.
@@ -183,7 +183,7 @@ def test_memory_does_not_grow_with_steps() -> None:
     for _ in range(200):
         run.step({0: 3, 1: 2})
     grown = resident_bytes() - before
-    kv_written = 1000 * model.config.kv_bytes_per_token(2)  # pages of the cache are mapped when first written
+    kv_written = 1000 * model.config.kv_bytes_per_token("bfloat16")  # pages of the cache are mapped when first written
     assert grown < kv_written + (1 << 20)
 
 

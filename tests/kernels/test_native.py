@@ -32,7 +32,15 @@ from kitfox.kernels.quantized import (
 )
 from kitfox.kernels.recording import Call, Codes
 from tests.kernels.test_quantized import gguf_rows
-from tests.native import INSTRUCTION_SETS, native_kernels, needs_native, torch_kernels
+from tests.native import (
+    INSTRUCTION_SETS,
+    as_kept,
+    cache_from_reference,
+    cache_to_reference,
+    native_kernels,
+    needs_native,
+    torch_kernels,
+)
 
 pytestmark = needs_native
 THREADS = (1, 2, 3)
@@ -463,23 +471,13 @@ def test_add(isa: str, size: int) -> None:
 
 BLOCK_SIZE, KV_HEADS, HEADS = 16, 2, 6
 NUM_BLOCKS = 5
-CACHES = pytest.mark.parametrize("kv_dtype", [FLOAT32, BFLOAT16], ids=str)
-
-
-def keys_and_values(kv_cache: Tensor) -> Tensor:
-    """A cache in the layout of the reference, [N, 2, S, K, D]."""
-    keys, values = kv_cache.unbind(2)  # [N, K, S, D] each, and keys transposed in what lies there
-    num_blocks, num_heads, block_size, head_dim = keys.shape
-    together = 2 if kv_cache.dtype == BFLOAT16 else 1
-    keys = keys.reshape(num_blocks, num_heads, head_dim // together, block_size, together)
-    keys = keys.transpose(2, 3).reshape(values.shape)
-    return torch.stack((keys, values), 1).transpose(2, 3)
+CACHES = pytest.mark.parametrize("kv_dtype", [FLOAT32, BFLOAT16, torch.int16], ids=str)
 
 
 def random_cache(kernels: NativeKernels, head_dim: int, block_size: int = BLOCK_SIZE) -> Tensor:
-    cache = kernels.make_kv_cache(NUM_BLOCKS, block_size, KV_HEADS, head_dim)
-    assert not cache.any()
-    return cache.copy_(torch.randn(cache.shape, generator=generator(9)))
+    assert not kernels.make_kv_cache(NUM_BLOCKS, block_size, KV_HEADS, head_dim).any()
+    numbers = torch.randn(NUM_BLOCKS, 2, block_size, KV_HEADS, head_dim, generator=generator(9))
+    return cache_from_reference(as_kept(numbers, kernels.kv_dtype), kernels)
 
 
 @pytest.mark.parametrize("head_dim", [16, 48, 64, 256])
@@ -517,19 +515,21 @@ def test_rotate_and_write(isa: str, head_dim: int, normed: str, kv_dtype: torch.
                     step=step,
                 )
             )
-        return torch.cat(turned), keys_and_values(cache)
+        return torch.cat(turned), cache_to_reference(cache)
 
     result, cache = run(1, [slice(0, num_tokens)])
-    expected_cache = keys_and_values(random_cache(native_kernels(kv_dtype=kv_dtype, isa=isa), head_dim)).contiguous()
+    expected_cache = cache_to_reference(random_cache(native_kernels(kv_dtype=kv_dtype, isa=isa), head_dim)).contiguous()
     q, k, v = (x.unflatten(1, (-1, head_dim)) for x in (q, k, v))
     normed_q = q if q_norm is None else reference.rms_norm(q, q_norm, 1e-6, offset=1.0)
     normed_k = k if k_norm is None else reference.rms_norm(k, k_norm, 1e-6, offset=1.0)
-    reference.write_kv(reference.apply_rotary(normed_k, table, positions), v, expected_cache, slots)
+    keys = as_kept(reference.apply_rotary(normed_k, table, positions), kv_dtype)
+    reference.write_kv(keys, as_kept(v, kv_dtype), expected_cache, slots)
     expected = reference.apply_rotary(normed_q, table, positions).flatten(1)
     torch.testing.assert_close(result, expected, atol=2e-6, rtol=2e-6)
     assert torch.equal(cache[:, 1], expected_cache[:, 1])
-    unit = 2.0**-7 if kv_dtype == BFLOAT16 else 2e-6  # a tie may be rounded the other way
-    torch.testing.assert_close(cache[:, 0].float(), expected_cache[:, 0].float(), atol=2e-6, rtol=unit)
+    # A tie may be rounded the other way.
+    relative, absolute = {FLOAT32: (2e-6, 2e-6), BFLOAT16: (2.0**-7, 2e-6), torch.int16: (0.0, 2.0**-8)}[kv_dtype]
+    torch.testing.assert_close(cache[:, 0], expected_cache[:, 0], atol=absolute, rtol=relative)
     unwritten = torch.ones(NUM_BLOCKS * BLOCK_SIZE, dtype=torch.bool)
     unwritten[slots] = False
     kept, before = (x.transpose(1, 2).flatten(0, 1)[unwritten] for x in (cache, expected_cache))
@@ -550,10 +550,10 @@ def test_copy_blocks(isa: str, block_size: int, head_dim: int, kv_dtype: torch.d
     kernels = native_kernels(kv_dtype=kv_dtype, isa=isa)
     src, dst, num_tokens = torch.tensor([[0, 1, 4, 3], [1, 2, 3, 0], [5, block_size, 0, 1]])
     cache = random_cache(kernels, head_dim, block_size)
-    expected = keys_and_values(cache).contiguous()
+    expected = cache_to_reference(cache).contiguous()
     reference.copy_blocks(expected, src, dst, num_tokens)
     kernels.copy_blocks(cache, src, dst, num_tokens)
-    assert torch.equal(keys_and_values(cache), expected)
+    assert torch.equal(cache_to_reference(cache), expected)
 
 
 def test_8_bits_are_packed_as_they_are_defined(isa: str) -> None:

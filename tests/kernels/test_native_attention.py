@@ -13,9 +13,14 @@ from torch import Tensor
 from kitfox.kernels import library, reference
 from kitfox.kernels.abi import StepStruct
 from kitfox.kernels.native import NativeKernels
+from tests.native import as_kept, cache_from_reference, cache_to_reference
 
 ISAS = library.usable_instruction_sets()
 pytestmark = pytest.mark.skipif(not ISAS, reason="no compiled kernels for this machine")
+
+KV_DTYPES = [torch.bfloat16, torch.float32, torch.int16]
+# In fixed point queries and weights are rounded to 12 bits, which the reference does not do.
+TOLERANCES = {torch.bfloat16: 1e-5, torch.float32: 1e-5, torch.int16: 3e-3}
 
 Make = Callable[..., NativeKernels]
 
@@ -56,28 +61,6 @@ def make(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ite
         kernels.close()
 
 
-def to_native(kv_cache: Tensor, kernels: NativeKernels) -> Tensor:
-    """A cache [N, 2, S, K, D] in the layout of csrc/program.h."""
-    num_blocks, _, block_size, num_kv_heads, head_dim = kv_cache.shape
-    native = kernels.make_kv_cache(num_blocks, block_size, num_kv_heads, head_dim)
-    keys = kv_cache[:, 0].permute(0, 2, 3, 1)  # [N, K, D, S]
-    if kernels.kv_dtype == torch.bfloat16:
-        keys = keys.unflatten(2, (head_dim // 2, 2)).transpose(-1, -2)  # [N, K, D / 2, S, 2]
-    native[:, :, 0] = keys.reshape(num_blocks, num_kv_heads, block_size, head_dim)
-    native[:, :, 1] = kv_cache[:, 1].transpose(1, 2)
-    return native
-
-
-def from_native(native: Tensor) -> Tensor:
-    """[N, 2, S, K, D] float32 from a cache in the layout of csrc/program.h."""
-    num_blocks, num_kv_heads, _, block_size, head_dim = native.shape
-    keys = native[:, :, 0].reshape(num_blocks, num_kv_heads, -1)
-    if native.dtype == torch.bfloat16:
-        keys = keys.view(num_blocks, num_kv_heads, head_dim // 2, block_size, 2).transpose(-1, -2)
-    keys = keys.reshape(num_blocks, num_kv_heads, head_dim, block_size).permute(0, 3, 1, 2)
-    return torch.stack((keys, native[:, :, 1].transpose(1, 2)), dim=1).float()
-
-
 @dataclass
 class Batch:
     """Queries of some requests and a cache whose unused slots are NaN."""
@@ -110,7 +93,7 @@ class Batch:
         for request, (context, _) in enumerate(requests):
             block_table[request, : sizes[request]] = order[request]
             positions = torch.arange(context)
-            kv = torch.randn(context, 2, num_kv_heads, head_dim, generator=generator).to(kv_dtype).float()
+            kv = as_kept(torch.randn(context, 2, num_kv_heads, head_dim, generator=generator), kv_dtype)
             kv_cache[order[request][positions // block_size], :, positions % block_size] = kv
         query_lens = [queries for _, queries in requests]
         q = torch.randn(sum(query_lens), num_heads, head_dim, generator=generator) * query_scale
@@ -157,7 +140,7 @@ class Batch:
 MIX = [(1, 1), (700, 1), (33, 33), (40, 0), (530, 90), (1025, 2), (129, 5), (513, 1)]
 
 
-@pytest.mark.parametrize("kv_dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("kv_dtype", KV_DTYPES)
 @pytest.mark.parametrize("block_size", [16, 32, 64, 48])
 @pytest.mark.parametrize(("num_heads", "num_kv_heads", "head_dim"), [(9, 3, 64), (4, 4, 16), (4, 1, 256)])
 def test_attention(
@@ -172,38 +155,71 @@ def test_attention(
         block_size=block_size,
         kv_dtype=kv_dtype,
     )
-    native = to_native(batch.kv_cache, kernels)
+    native = cache_from_reference(batch.kv_cache, kernels)
     for window, softcap in [(None, None), (1, None), (100, None), (600, 5.0)]:
         result = batch.attend(kernels, native, window, softcap)
-        torch.testing.assert_close(result, batch.expected(window, softcap), rtol=1e-5, atol=1e-5)
+        tolerance = TOLERANCES[kv_dtype]
+        torch.testing.assert_close(result, batch.expected(window, softcap), rtol=tolerance, atol=tolerance)
 
 
+@pytest.mark.parametrize("kv_dtype", [torch.bfloat16, torch.int16])
 @pytest.mark.parametrize("num_heads", [1, 2, 3, 5, 7, 8, 13, 16, 60])
 @pytest.mark.parametrize("head_dim", [48, 80, 128])
-def test_attention_of_any_number_of_heads_to_a_kv_head(make: Make, num_heads: int, head_dim: int) -> None:
-    kernels = make()
+def test_attention_of_any_number_of_heads_to_a_kv_head(
+    make: Make, kv_dtype: torch.dtype, num_heads: int, head_dim: int
+) -> None:
+    kernels = make(kv_dtype)
     batch = Batch.random(
         [(200, 3), (600, 1), (7, 7)],
         num_heads=num_heads,
         num_kv_heads=1,
         head_dim=head_dim,
         block_size=32,
-        kv_dtype=torch.bfloat16,
+        kv_dtype=kv_dtype,
     )
-    result = batch.attend(kernels, to_native(batch.kv_cache, kernels))
-    torch.testing.assert_close(result, batch.expected(None, None), rtol=1e-5, atol=1e-5)
+    result = batch.attend(kernels, cache_from_reference(batch.kv_cache, kernels))
+    tolerance = TOLERANCES[kv_dtype]
+    torch.testing.assert_close(result, batch.expected(None, None), rtol=tolerance, atol=tolerance)
 
 
-def test_scores_far_apart(make: Make) -> None:
-    kernels = make()
+@pytest.mark.parametrize(("kv_dtype", "tolerance"), [(torch.bfloat16, 1e-3), (torch.int16, 0.1)])
+def test_scores_far_apart(make: Make, kv_dtype: torch.dtype, tolerance: float) -> None:
+    kernels = make(kv_dtype)
     batch = Batch.random(
-        MIX, num_heads=6, num_kv_heads=2, head_dim=64, block_size=32, kv_dtype=torch.bfloat16, query_scale=100.0
+        MIX, num_heads=6, num_kv_heads=2, head_dim=64, block_size=32, kv_dtype=kv_dtype, query_scale=100.0
     )
-    result = batch.attend(kernels, to_native(batch.kv_cache, kernels))
-    torch.testing.assert_close(result, batch.expected(None, None), rtol=1e-3, atol=1e-3)
+    result = batch.attend(kernels, cache_from_reference(batch.kv_cache, kernels))
+    torch.testing.assert_close(result, batch.expected(None, None), rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.parametrize("kv_dtype", [torch.bfloat16, torch.float32])
+def test_fixed_point_of_values_far_apart(make: Make) -> None:
+    """A token that most of the weight goes to, with values of almost nothing, as the first of a text often has."""
+    kernels = make(torch.int16)
+    batch = Batch.random([(300, 200)], num_heads=6, num_kv_heads=2, head_dim=64, block_size=32, kv_dtype=torch.float32)
+    first = batch.block_table[0, 0]
+    batch.kv_cache[first, 0, 0] *= 3
+    for size in (0.0, 1e-20, 1e-3):
+        batch.kv_cache[first, 1, 0] = as_kept(size * torch.randn(2, 64), torch.int16)
+        batch.kv_cache = as_kept(batch.kv_cache, torch.int16)
+        result = batch.attend(kernels, cache_from_reference(batch.kv_cache, kernels))
+        torch.testing.assert_close(result, batch.expected(None, None), rtol=3e-3, atol=3e-3)
+
+
+@pytest.mark.parametrize("half", [0, 1])
+def test_what_is_not_finite_reaches_those_that_see_it(make: Make, half: int) -> None:
+    kernels = make(torch.int16)
+    batch = Batch.random([(300, 200)], num_heads=6, num_kv_heads=2, head_dim=64, block_size=32, kv_dtype=torch.int16)
+    expected = batch.attend(kernels, cache_from_reference(batch.kv_cache, kernels))
+    seen_from = 250
+    batch.kv_cache[batch.block_table[0, seen_from // 32], half, seen_from % 32, 0, 5] = torch.inf
+    result = batch.attend(kernels, cache_from_reference(batch.kv_cache, kernels))
+    first_row = seen_from - 100
+    assert torch.equal(result[:first_row], expected[:first_row])
+    assert result[first_row:, :3].isnan().all()
+    assert torch.equal(result[first_row:, 3:], expected[first_row:, 3:])
+
+
+@pytest.mark.parametrize("kv_dtype", KV_DTYPES)
 @pytest.mark.parametrize(("num_heads", "num_kv_heads", "head_dim"), [(9, 3, 64), (8, 2, 48), (3, 3, 128)])
 @pytest.mark.parametrize("window", [None, 90, 700])
 def test_a_row_has_the_same_bits_however_it_is_computed(
@@ -219,7 +235,7 @@ def test_a_row_has_the_same_bits_however_it_is_computed(
         kv_dtype=kv_dtype,
     )
     threads = [make(kv_dtype, num_threads) for num_threads in (1, 2, 3)]
-    native = to_native(batch.kv_cache, threads[0])
+    native = cache_from_reference(batch.kv_cache, threads[0])
     whole = batch.attend(threads[0], native, window)
     for kernels in threads[1:]:
         for _ in range(3):
@@ -241,7 +257,7 @@ def test_blocks_that_left_the_window_are_not_looked_at(make: Make) -> None:
     batch = Batch.random(
         [(700, 1), (700, 40)], num_heads=9, num_kv_heads=3, head_dim=64, block_size=16, kv_dtype=torch.bfloat16
     )
-    native = to_native(batch.kv_cache, kernels)
+    native = cache_from_reference(batch.kv_cache, kernels)
     result = batch.attend(kernels, native, 100)
     batch.block_table[0, : (700 - 100) // 16] = 2**30
     batch.block_table[1, : (700 - 39 - 100) // 16] = 2**30
@@ -253,7 +269,7 @@ def test_queries_need_not_be_aligned(make: Make) -> None:
     batch = Batch.random(
         [(60, 40), (50, 1)], num_heads=6, num_kv_heads=2, head_dim=64, block_size=32, kv_dtype=torch.bfloat16
     )
-    native = to_native(batch.kv_cache, kernels)
+    native = cache_from_reference(batch.kv_cache, kernels)
     result = batch.attend(kernels, native)
     memory = torch.empty(batch.q.numel() + 1)
     shifted = memory[1:].view_as(batch.q)
@@ -262,7 +278,7 @@ def test_queries_need_not_be_aligned(make: Make) -> None:
     assert torch.equal(batch.attend(kernels, native), result)
 
 
-@pytest.mark.parametrize("kv_dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("kv_dtype", KV_DTYPES)
 @pytest.mark.parametrize(("num_heads", "num_kv_heads", "head_dim"), [(9, 3, 64), (2, 2, 16), (3, 1, 80), (4, 1, 256)])
 @pytest.mark.parametrize(("has_norms", "offset"), [(False, 0.0), (True, 0.0), (True, 1.0)])
 def test_rotate_and_write(
@@ -314,29 +330,31 @@ def test_rotate_and_write(
             heads = reference.rms_norm(heads, norm, 1e-5, offset=offset)
         return reference.apply_rotary(heads, table, positions)
 
-    native = to_native(kv_cache, kernels)
+    native = cache_from_reference(kv_cache, kernels)
     result = run(kernels, native, slice(None))
     torch.testing.assert_close(result, rotate(q, norms[0]).flatten(1), rtol=1e-5, atol=1e-5)
-    reference.write_kv(rotate(k, norms[1]).to(kv_dtype).float(), v.view(num_rows, -1, head_dim), kv_cache, slots)
-    written = from_native(native)
+    values = as_kept(v.view(num_rows, -1, head_dim), kv_dtype)
+    reference.write_kv(as_kept(rotate(k, norms[1]), kv_dtype), values, kv_cache, slots)
+    written = cache_to_reference(native)
     assert torch.equal(written.isnan(), kv_cache.isnan())
     # One rounding to the cache's precision away, where float32 came out a bit different.
-    tolerance = 1e-2 if kv_dtype == torch.bfloat16 else 1e-5
-    torch.testing.assert_close(written, kv_cache, rtol=tolerance, atol=1e-5, equal_nan=True)
-    assert torch.equal(written[:, 1].nan_to_num(), kv_cache[:, 1].to(kv_dtype).float().nan_to_num())
+    relative = 1e-2 if kv_dtype == torch.bfloat16 else 1e-5
+    absolute = 2.0**-7 if kv_dtype == torch.int16 else 1e-5
+    torch.testing.assert_close(written, kv_cache, rtol=relative, atol=absolute, equal_nan=True)
+    assert torch.equal(written[:, 1].nan_to_num(), kv_cache[:, 1].nan_to_num())
 
-    apart = to_native(torch.full_like(kv_cache, torch.nan), kernels)
+    apart = cache_from_reference(torch.full_like(kv_cache, torch.nan), kernels)
     for row in range(num_rows):
         assert torch.equal(run(alone, apart, slice(row, row + 1))[0], result[row])
-    assert torch.equal(from_native(apart).nan_to_num(), written.nan_to_num())
+    assert torch.equal(cache_to_reference(apart).nan_to_num(), written.nan_to_num())
 
 
-@pytest.mark.parametrize("kv_dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("kv_dtype", KV_DTYPES)
 def test_copy_blocks(make: Make, kv_dtype: torch.dtype) -> None:
     kernels = make(kv_dtype)
-    kv_cache = torch.randn(8, 2, 32, 3, 48).to(kv_dtype)
-    native = to_native(kv_cache, kernels)
+    kv_cache = as_kept(torch.randn(8, 2, 32, 3, 48), kv_dtype)
+    native = cache_from_reference(kv_cache, kernels)
     src, dst, num_tokens = torch.tensor([0, 1, 2, 0]), torch.tensor([1, 2, 5, 6]), torch.tensor([32, 7, 1, 0])
     reference.copy_blocks(kv_cache, src, dst, num_tokens)
     kernels.copy_blocks(native, src, dst, num_tokens)
-    assert torch.equal(from_native(native), kv_cache.float())
+    assert torch.equal(cache_to_reference(native), kv_cache)

@@ -19,7 +19,7 @@ from kitfox.kernels.native import NativeKernels
 from kitfox.models import Model, make_model
 from kitfox.weights.loader import iter_weights
 from kitfox.weights.model_config import read_model_config
-from tests.native import torch_kernels
+from tests.native import poison, torch_kernels
 
 SHAPE: dict[str, Any] = {
     "vocab_size": 101,
@@ -136,7 +136,7 @@ class PagedRun:
         per_request = -(-length // self.block_size)
         num_blocks = len(self.prompts) * per_request + 2
         shape = (num_blocks, self.block_size, config.num_kv_heads, config.head_dim)
-        self.kv_caches = [kernels.make_kv_cache(*shape).fill_(torch.nan) for _ in range(config.num_layers)]
+        self.kv_caches = [poison(kernels.make_kv_cache(*shape)) for _ in range(config.num_layers)]
         shuffled = torch.randperm(num_blocks, generator=torch.Generator().manual_seed(3))
         self.block_table = shuffled[: len(self.prompts) * per_request].view(len(self.prompts), -1).int()
         self.attention = make_attention_backend(kernels)
