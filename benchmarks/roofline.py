@@ -42,25 +42,26 @@ def main() -> None:
     torch.set_num_threads(1)
     peaks = measure_peaks(args.threads)
     print(
-        f"{args.threads} threads: {peaks['float'] / 1e9:.0f} GFLOP/s float32, {peaks['int8'] / 1e9:.0f} GOP/s int8, "
-        f"{peaks['read'] / 1e9:.1f} GB/s read"
+        f"{args.threads} threads: {peaks['float'] / 1e9:.0f} GFLOP/s float32, {peaks['int16'] / 1e9:.0f} GOP/s int16, "
+        f"{peaks['int8'] / 1e9:.0f} GOP/s int8, {peaks['read'] / 1e9:.1f} GB/s read"
     )
     with torch.inference_mode():
         for name, dtype, int8 in (("int8", torch.float32, True), ("bfloat16", torch.bfloat16, False)):
             products(name, make_kernels(args.threads, dtype, int8=int8), peaks)
-        attention(make_kernels(args.threads, torch.float32, int8=False), peaks)
+        for kv_dtype, peak in ((torch.bfloat16, "float"), (torch.int16, "int16")):
+            attention(make_kernels(args.threads, torch.float32, kv_dtype=kv_dtype), peaks, peak)
 
 
-def make_kernels(threads: int, dtype: torch.dtype, *, int8: bool) -> NativeKernels:
+def make_kernels(
+    threads: int, dtype: torch.dtype, *, kv_dtype: torch.dtype = torch.bfloat16, int8: bool = False
+) -> NativeKernels:
     loaded = library.load()
     assert loaded is not None, library.describe()
-    return NativeKernels(
-        loaded, library.describe(), dtype=dtype, kv_dtype=torch.bfloat16, num_threads=threads, int8=int8
-    )
+    return NativeKernels(loaded, library.describe(), dtype=dtype, kv_dtype=kv_dtype, num_threads=threads, int8=int8)
 
 
 def measure_peaks(threads: int) -> dict[str, float]:
-    """Operations per second of float32 and int8, and bytes read per second."""
+    """Operations per second of float32, int16 and int8, and bytes read per second."""
     with tempfile.TemporaryDirectory() as folder:
         program = Path(folder) / "peaks"
         source = Path(__file__).with_name("peaks.cpp")
@@ -100,12 +101,12 @@ def products(name: str, kernels: NativeKernels, peaks: dict[str, float]) -> None
         report(f"{name} products, {num_rows} rows", seconds, by_arithmetic, num_bytes / peaks["read"])
 
 
-def attention(kernels: NativeKernels, peaks: dict[str, float]) -> None:
+def attention(kernels: NativeKernels, peaks: dict[str, float], peak: str) -> None:
     """One layer: a prompt, a few tokens that are verified, and decodes."""
+    name = str(kernels.kv_dtype).removeprefix("torch.")
     for num_requests, num_new, context in ((1, 2048, 2048), (1, 5, 512), (1, 5, 2048), (8, 1, 2048)):
         num_blocks = context // BLOCK
         cache = kernels.make_kv_cache(num_requests * num_blocks, BLOCK, KV_HEADS, HEAD_DIM)
-        cache.copy_(torch.randn(cache.shape, dtype=torch.bfloat16))
         positions = torch.arange(context - num_new, context).repeat(num_requests)
         table = torch.randperm(num_requests * num_blocks).view(num_requests, num_blocks).int()
         batch = ForwardBatch(
@@ -119,15 +120,28 @@ def attention(kernels: NativeKernels, peaks: dict[str, float]) -> None:
             attention=NativeAttention(kernels),
         )
         batch.attention.plan(batch)
+        write_random(kernels, cache)
         q = torch.randn(num_requests * num_new, HEADS * HEAD_DIM)
 
         def step(batch: ForwardBatch = batch, q: torch.Tensor = q) -> None:
             batch.attention.run(0, q, batch, scale=HEAD_DIM**-0.5, window=None, softcap=None)
 
         pairs = num_requests * sum(range(context - num_new + 1, context + 1))
-        by_arithmetic = 4 * pairs * HEADS * HEAD_DIM / peaks["float"]
+        by_arithmetic = 4 * pairs * HEADS * HEAD_DIM / peaks[peak]
         by_memory = cache.nbytes / peaks["read"]
-        report(f"attention, {num_requests} x {num_new} at {context}", best_of(step), by_arithmetic, by_memory)
+        what = f"{name} attention, {num_requests} x {num_new} at {context}"
+        report(what, best_of(step), by_arithmetic, by_memory)
+
+
+def write_random(kernels: NativeKernels, cache: torch.Tensor) -> None:
+    """Keys and values to every slot."""
+    slots = torch.arange(cache.shape[0] * BLOCK)
+    k, v = torch.randn(2, len(slots), KV_HEADS * HEAD_DIM)
+    unturned = torch.stack((torch.ones(1, HEAD_DIM // 2), torch.zeros(1, HEAD_DIM // 2)), dim=1)
+    positions = torch.zeros_like(slots)
+    step = StepStruct(positions=positions.data_ptr(), slot_mapping=slots.data_ptr())
+    q = torch.zeros(len(slots), HEADS * HEAD_DIM)
+    kernels.rotate_and_write(q, k, v, unturned, cache, q_norm=None, k_norm=None, eps=0.0, offset=0.0, step=step)
 
 
 def best_of(step: Callable[[], None], seconds: float = 2.0) -> float:
@@ -145,7 +159,7 @@ def best_of(step: Callable[[], None], seconds: float = 2.0) -> float:
 def report(name: str, seconds: float, by_arithmetic: float, by_memory: float) -> None:
     limit = "arithmetic" if by_arithmetic > by_memory else "memory"
     share = max(by_arithmetic, by_memory) / seconds
-    print(f"{name:<28} {seconds * 1e3:9.3f} ms  {share:4.0%} of {limit}")
+    print(f"{name:<36} {seconds * 1e3:9.3f} ms  {share:4.0%} of {limit}")
 
 
 if __name__ == "__main__":

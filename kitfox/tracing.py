@@ -17,7 +17,7 @@ import msgspec
 MAX_PROFILE_EVENTS = 1_000_000
 
 
-class TraceEvent(msgspec.Struct, frozen=True, omit_defaults=True):
+class TraceEvent(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     """One thing that happened.
 
     Attributes:
