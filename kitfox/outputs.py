@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
 
-class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
+class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Log-probabilities at one position, of the model's own distribution (before temperature and penalties).
 
     Attributes:
@@ -30,7 +30,7 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
     named_logprobs: list[float] = []
 
 
-class EngineOutput(msgspec.Struct, kw_only=True, omit_defaults=True):
+class EngineOutput(msgspec.Struct, kw_only=True, omit_defaults=True, gc=False):
     """One request's news after one step.
 
     Attributes:

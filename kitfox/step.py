@@ -25,7 +25,7 @@ class BlockCopy(msgspec.Struct, frozen=True):
     num_tokens: int
 
 
-class NewRequest(msgspec.Struct, frozen=True, kw_only=True):
+class NewRequest(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """A request the executor does not know yet, or has forgotten since it was preempted: sent in full.
 
     Attributes:
@@ -51,7 +51,7 @@ class NewRequest(msgspec.Struct, frozen=True, kw_only=True):
     adapter_id: int = 0
 
 
-class CachedRequest(msgspec.Struct, frozen=True, kw_only=True):
+class CachedRequest(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """A request the executor knows: only what changed.
 
     Attributes:

@@ -42,10 +42,15 @@ class Tracer:
         self.process = os.getpid()
 
     def emit(self, name: str, request_id: str = "", **data: Any) -> None:
-        event = TraceEvent(time.monotonic(), request_id, name, data)
-        self._events.append(event)
-        if self._profile is not None and len(self._profile) < MAX_PROFILE_EVENTS:
-            self._profile.append(event)
+        self.emit_each(name, {request_id: data})
+
+    def emit_each(self, name: str, data: dict[str, dict[str, Any]]) -> None:
+        """The same to several requests at once, each with its own data, by request id."""
+        now = time.monotonic()
+        events = [TraceEvent(now, request_id, name, about) for request_id, about in data.items()]
+        self._events += events
+        if self._profile is not None:
+            self._profile += events[: MAX_PROFILE_EVENTS - len(self._profile)]
 
     def start_profile(self) -> None:
         """Keep every event from now on, up to MAX_PROFILE_EVENTS of them."""

@@ -128,9 +128,7 @@ class EngineCore:
                 requests=len(scheduled.num_scheduled_tokens),
                 seconds=time.monotonic() - started,
             )
-        for request_id, num_scheduled in scheduled.num_scheduled_tokens.items():
-            drafts = len(scheduled.draft_token_ids.get(request_id, ()))
-            self.tracer.emit("scheduled", request_id, step=scheduled.step, tokens=num_scheduled, drafts=drafts)
+            self._trace_scheduled(scheduled)
         news = self.scheduler.update_from_output(scheduled, result, None if bitmasks is None else bitmasks.errors())
         stats = self.scheduler.stats()
         stats.num_step_tokens = num_tokens
@@ -142,6 +140,15 @@ class EngineCore:
         if self.step_sleep_s and num_tokens:
             time.sleep(self.step_sleep_s)
         return EngineOutputs(outputs=refused + news, stats=stats)
+
+    def _trace_scheduled(self, scheduled: SchedulerOutput) -> None:
+        decode = {"step": scheduled.step, "tokens": 1, "drafts": 0}  # one object for all of them
+        events = dict.fromkeys(scheduled.num_scheduled_tokens, decode)
+        for request_id, num_tokens in scheduled.num_scheduled_tokens.items():
+            if num_tokens > 1:
+                drafts = len(scheduled.draft_token_ids.get(request_id, ()))
+                events[request_id] = {"step": scheduled.step, "tokens": num_tokens, "drafts": drafts}
+        self.tracer.emit_each("scheduled", events)
 
     # ---- control: between steps ---------------------------------------------------------------------------------
 

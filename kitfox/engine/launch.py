@@ -33,6 +33,7 @@ from kitfox.engine.client import (
 from kitfox.engine.core import EngineCore
 from kitfox.engine.scheduler import Scheduler
 from kitfox.errors import ConfigError, WeightsError
+from kitfox.garbage import keep_what_is_loaded
 from kitfox.kv_cache.manager import make_kv_cache_manager
 from kitfox.spec_decode.proposer import Proposer
 from kitfox.spec_decode.speculator import Speculator
@@ -139,7 +140,7 @@ def _load_for_process(config: EngineConfig, num_blocks: int, reply: Callable[[En
         config, read_model_config(path), path, num_blocks, lambda name, seconds: phases.append((name, seconds))
     )
     gc.enable()
-    _keep_what_is_there()
+    keep_what_is_loaded()
     reply(
         EngineReady(
             num_blocks=num_blocks,
@@ -151,12 +152,6 @@ def _load_for_process(config: EngineConfig, num_blocks: int, reply: Callable[[En
         )
     )
     return core
-
-
-def _keep_what_is_there() -> None:
-    """Later collections of garbage need not look at it."""
-    gc.collect()
-    gc.freeze()
 
 
 def _serve_requests(
@@ -225,7 +220,7 @@ def obey(core: EngineCore, message: ControlEngine) -> ControlAnswer:
         case "slow_down":
             core.step_sleep_s = message.step_sleep_s
         case "freeze_gc":
-            _keep_what_is_there()
+            keep_what_is_loaded()
     return ControlAnswer(message.number, done, core.scheduler.stats(), events, problem)
 
 

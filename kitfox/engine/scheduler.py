@@ -24,6 +24,7 @@ from kitfox.outputs import EngineOutput, EngineStats, GrammarStats, SpeculationS
 from kitfox.request import FinishReason, Request, RequestStatus
 from kitfox.spec_decode.speculator import Speculator
 from kitfox.step import BlockCopy, CachedRequest, ModelRunnerOutput, NewRequest, SchedulerOutput
+from kitfox.structured_output.answer import AnswerGrammar
 from kitfox.structured_output.manager import Bitmasks, GrammarManager, ToFill
 from kitfox.tracing import Tracer
 
@@ -103,7 +104,7 @@ class Scheduler:
         for request_id, problem in self.grammars.decided() if self.grammars is not None else ():
             request = self.waiting_for_grammar[request_id]
             if problem:
-                news.append(self._news(request, [], [], [], None, problem))
+                news.append(self._news(request, time.monotonic(), [], [], [], None, problem))
                 news[-1].finish_reason = FinishReason.ERROR
                 self._finish(request, FinishReason.ERROR)
                 continue
@@ -142,9 +143,9 @@ class Scheduler:
         while position < len(self.running) and step.token_budget > 0:
             request = self.running[position]
             num_tokens = self._num_tokens_this_step(request, request.num_computed_tokens, step)
-            draft = drafts.get(request.request_id, [])[: step.token_budget - num_tokens]
-            if request.num_computed_tokens + num_tokens < request.num_tokens:
-                draft = []
+            draft: list[int] = []
+            if drafts and request.num_computed_tokens + num_tokens == request.num_tokens:
+                draft = drafts.get(request.request_id, [])[: step.token_budget - num_tokens]
             allocation = self.kv_cache.allocate_slots(request, num_tokens + len(draft))
             if allocation is None and draft:  # a guess is not worth preempting anybody
                 draft = []
@@ -323,20 +324,22 @@ class Scheduler:
             mask_errors: requests whose bitmask could not be filled, with why.
         """
         news: list[EngineOutput] = []
+        errors = {**output.errors, **(mask_errors or {})}
+        now = time.monotonic()
         for request_id, num_tokens in scheduled.num_scheduled_tokens.items():
             request = self.requests.get(request_id)
             if request is None:  # aborted while the step was in flight
                 continue
-            error = (mask_errors or {}).get(request_id) or output.errors.get(request_id)
+            error = errors.get(request_id)
             reported: list[tuple[int, bool]] = []
-            logprobs = output.logprobs.get(request_id, [])
+            logprobs = output.logprobs.get(request_id) or []
             if error is None:
                 sampled = output.sampled_token_ids.get(request_id, [])
                 num_drafts = len(scheduled.draft_token_ids.get(request_id, ()))
                 request.num_computed_tokens += num_tokens - num_drafts
                 num_before = request.num_tokens
                 if request.ends_as is None:
-                    self._append(request, sampled)
+                    self._append(request, sampled, now)
                 if self.speculator is not None and request.num_tokens > num_before:
                     self.speculator.extend(request.request_id, request.all_token_ids[num_before:])
                 if num_drafts:
@@ -347,17 +350,18 @@ class Scheduler:
                 elif sampled:
                     reported = request.unreported
                 request.unreported = request.unreported[len(reported) :]
-                if not request.unreported:
+                if request.ends_as is not None and not request.unreported:
                     request.finish_reason = request.ends_as
             else:  # what it computed is not to be trusted, so nothing of this step is published
                 request.finish_reason = FinishReason.ERROR
             embedding = output.embeddings.get(request_id)
             if embedding is not None:
                 request.finish_reason = FinishReason.STOP
-            prompt_logprobs = output.prompt_logprobs.get(request_id, [])
+            prompt_logprobs = output.prompt_logprobs.get(request_id) or []
             if reported or prompt_logprobs or request.finish_reason is not None:
-                logprobs = logprobs[: len(reported)]
-                news.append(self._news(request, reported, logprobs, prompt_logprobs, embedding, error))
+                if len(logprobs) > len(reported):
+                    logprobs = logprobs[: len(reported)]
+                news.append(self._news(request, now, reported, logprobs, prompt_logprobs, embedding, error))
             if request.finish_reason is not None:
                 self._finish(request, request.finish_reason)
         return news
@@ -371,10 +375,10 @@ class Scheduler:
         request.saved_time_s += self.speculator.learn(request.request_id, num_drafts, num_accepted)
         self.tracer.emit("verified", request.request_id, drafts=num_drafts, accepted=num_accepted)
 
-    def _append(self, request: Request, token_ids: list[int]) -> None:
+    def _append(self, request: Request, token_ids: list[int], now: float) -> None:
         """Append sampled tokens, and what a grammar forces behind them, until one of them ends the request."""
         if token_ids and request.first_token_time_s is None:
-            request.first_token_time_s = time.monotonic()
+            request.first_token_time_s = now
             self.tracer.emit("first_token", request.request_id)
         if token_ids and request.sampling.max_tokens == 0:
             request.ends_as = FinishReason.LENGTH
@@ -394,7 +398,7 @@ class Scheduler:
             elif grammar is not None:
                 is_allowed = grammar.accept(token_id)
                 assert is_allowed, f"{request} sampled token {token_id}, which its grammar's mask forbids"
-            self._end_if_done(request)
+            self._end_if_done(request, grammar)
             if request.ends_as is None and grammar is not None:
                 num_forced = self._append_forced(request, token_ids[position + 1 :])
             if request.ends_as is not None:
@@ -425,14 +429,13 @@ class Scheduler:
         request.unsent += forced[num_sampled:]
         request.unreported += [(token_id, False) for token_id in forced]
         self.tracer.emit("forced", request.request_id, tokens=len(forced))
-        self._end_if_done(request)
+        self._end_if_done(request, answer)
         return num_sampled
 
-    def _end_if_done(self, request: Request) -> None:
+    def _end_if_done(self, request: Request, grammar: AnswerGrammar | None) -> None:
         """A grammar ends an answer where nothing can follow, whatever min_tokens says; max_tokens ends it anywhere."""
         if request.ends_as is not None:
             return
-        grammar = self.grammars.answer(request.request_id) if self.grammars is not None else None
         assert request.sampling.max_tokens is not None
         if grammar is not None and grammar.must_end:
             request.ends_as = FinishReason.STOP
@@ -442,13 +445,13 @@ class Scheduler:
     def _news(
         self,
         request: Request,
+        now: float,
         reported: list[tuple[int, bool]],
         logprobs: list[TokenLogprobs],
         prompt_logprobs: list[TokenLogprobs],
         embedding: bytes | None,
         error: str | None,
     ) -> EngineOutput:
-        now = time.monotonic()
         started = request.first_scheduled_time_s or now
         constraint, sampling = request.sampling.constraint, request.sampling
         stops_anywhere = constraint is None or not (sampling.stop or sampling.stop_regex)

@@ -146,50 +146,51 @@ class ModelRunner:
         reported: dict[str, list[TokenLogprobs]],
     ) -> tuple[dict[str, list[int]], dict[str, str]]:
         """Sampled tokens, and what is wrong with requests that have none; log-probabilities are added to `reported`."""
+        rows: list[RequestRow] = []
         places: list[tuple[RequestRow, int, int]] = []  # a row, a draft token or the one behind them, its hidden state
         for row, samples, end in zip(step.rows, step.samples.tolist(), step.query_start_loc[1:].tolist(), strict=True):
             if samples and row.pooling is None:
-                first = end - 1 - row.num_drafts
-                places += [(row, position, first + position) for position in range(row.num_drafts + 1)]
-        plain: list[int] = []
-        others: list[int] = []
-        for place, (row, _, _) in enumerate(places):
-            (plain if row.is_plain_greedy else others).append(place)
+                rows.append(row)
+                for position in range(row.num_drafts):
+                    places.append((row, position, end - 1 - row.num_drafts + position))
+                places.append((row, row.num_drafts, end - 1))
+        plain = [place for place, (row, _, _) in enumerate(places) if row.is_plain_greedy]
+        others = [place for place, (row, _, _) in enumerate(places) if not row.is_plain_greedy]
         chosen: list[int | None] = [None] * len(places)
         logprobs: list[TokenLogprobs | None] = [None] * len(places)
         if plain:
-            allowed = _allowed([places[place][:2] for place in plain], bitmasks)
-            largest = self.model.greedy_tokens(hidden[[places[place][2] for place in plain]], allowed)
-            for place, found in zip(plain, largest, strict=True):
+            allowed = _allowed([places[place][:2] for place in plain], bitmasks) if bitmasks else None
+            states = hidden if len(plain) == len(hidden) else hidden[[places[place][2] for place in plain]]
+            for place, found in zip(plain, self.model.greedy_tokens(states, allowed), strict=True):
                 chosen[place] = found if found >= 0 else None
         if others:
             logits = self.model.compute_logits(hidden[[places[place][2] for place in others]])  # [n, V] float32
-            rows = [self._sampling_row(places[place][0], places[place][1], bitmasks) for place in others]
-            for place, token_id, logprob in zip(others, *self.sampler.sample(logits, rows), strict=True):
+            sampling_rows = [self._sampling_row(places[place][0], places[place][1], bitmasks) for place in others]
+            for place, token_id, logprob in zip(others, *self.sampler.sample(logits, sampling_rows), strict=True):
                 chosen[place], logprobs[place] = token_id, logprob
         sampled: dict[str, list[int]] = {}
         errors: dict[str, str] = {}
-        place = 0
-        while place < len(places):
-            row = places[place][0]
-            behind = place + row.num_drafts + 1
+        first = 0
+        for row in rows:
             draft: list[int] = []
             if row.num_drafts:
                 draft = self.input_batch.tokens(row, row.num_tokens, row.num_tokens + row.num_drafts).tolist()
-            for expected in (*draft, None):
+            kept: list[int] = []
+            for place, expected in enumerate((*draft, None), first):
                 token_id, logprob = chosen[place], logprobs[place]
-                place += 1
                 if token_id is None:
-                    if row.request_id not in sampled:  # else the answer has ended, or the next step will say so
-                        errors[row.request_id] = NO_TOKEN
                     break
-                self.input_batch.append_sampled(row, token_id)
-                sampled.setdefault(row.request_id, []).append(token_id)
+                kept.append(token_id)
                 if logprob is not None:
                     reported.setdefault(row.request_id, []).append(logprob)
                 if token_id != expected:  # a draft stands as long as it is what would have been sampled anyway
                     break
-            place = behind
+            if kept:
+                self.input_batch.append_sampled(row, kept)
+                sampled[row.request_id] = kept
+            else:  # behind drafts that stand it is no error: the answer has ended, or the next step will say so
+                errors[row.request_id] = NO_TOKEN
+            first += row.num_drafts + 1
         return sampled, errors
 
     def _pool(self, step: StepInputs, hidden: torch.Tensor) -> tuple[dict[str, bytes], dict[str, str]]:
@@ -286,8 +287,6 @@ def _allowed(
     places: Sequence[tuple[RequestRow, int]], bitmasks: dict[str, npt.NDArray[np.int32]]
 ) -> torch.Tensor | None:
     """The masks of requests' draft tokens, or of the ones behind, [n, W] int32; None where no request has one."""
-    if not bitmasks:  # as in most steps
-        return None
     masks = [bitmasks.get(row.request_id) for row, _ in places]
     known = next((mask for mask in masks if mask is not None), None)
     if known is None:

@@ -51,6 +51,9 @@ class Allocation:
     block_copies: list[BlockCopy] = field(default_factory=list)
 
 
+NOTHING_NEW = Allocation([])  # nearly every decode's
+
+
 class KVCacheEvent(msgspec.Struct, frozen=True, tag=True):
     """Base of what `take_events` reports; the three kinds together describe the cache's content exactly."""
 

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from kitfox.kv_cache.block_pool import Block, BlockPool
 from kitfox.kv_cache.manager import (
     NO_PREFIX,
+    NOTHING_NEW,
     AllCleared,
     Allocation,
     BlocksRemoved,
@@ -162,7 +163,7 @@ class PagedKVCacheManager(KVCacheManager):
         num_computed = prefix.num_tokens if table is None else request.num_computed_tokens
         num_tokens = num_computed + num_new_tokens + num_lookahead_tokens
         if table is not None and num_tokens <= num_held * self.block_size:
-            return Allocation([])  # nearly every decode
+            return NOTHING_NEW
         num_fresh = self.blocks_needed(num_tokens) - num_held - len(prefix.block_ids)
         hit = [self.pool.blocks[block_id] for block_id in prefix.block_ids]
         num_free_hit = sum(block.ref_count == 0 for block in hit)

@@ -23,6 +23,7 @@ from kitfox.config import EvictionPolicy
 from kitfox.kv_cache.block_pool import Block, BlockPool
 from kitfox.kv_cache.manager import (
     NO_PREFIX,
+    NOTHING_NEW,
     AllCleared,
     Allocation,
     BlocksRemoved,
@@ -221,7 +222,7 @@ class RadixKVCacheManager(KVCacheManager):
         assert prefix is NO_PREFIX, f"{request} came with a prefix although it holds blocks"
         num_tokens = request.num_computed_tokens + num_new_tokens + num_lookahead_tokens
         if num_tokens <= len(table.blocks) * self.block_size:
-            return Allocation([])  # nearly every decode
+            return NOTHING_NEW
         num_fresh = self.blocks_needed(num_tokens) - len(table.blocks)
         if num_fresh > self.num_free_blocks:
             self._release_copy_source(table, request)

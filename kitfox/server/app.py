@@ -23,6 +23,7 @@ from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kitfox.errors import KitfoxError, RequestError
+from kitfox.garbage import keep_what_is_loaded
 from kitfox.plan import resolve_precision
 from kitfox.server import anthropic, responses
 from kitfox.server.access import add_access, bounded_protocol, path_below_root
@@ -49,7 +50,7 @@ from kitfox.server.openai import (
 from kitfox.server.openapi import add_openapi_routes
 from kitfox.server.options import ServerOptions
 from kitfox.server.parsing import add_parsing_routes
-from kitfox.server.settings import add_setting_routes, keep_what_is_loaded
+from kitfox.server.settings import add_setting_routes
 from kitfox.server.sglang import add_native_routes
 from kitfox.server.spans import RequestSpans, otlp_exporter
 from kitfox.server.templates import TemplateRenderer

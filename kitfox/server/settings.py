@@ -9,6 +9,7 @@ import msgspec
 from fastapi import FastAPI, Request, Response
 
 from kitfox.errors import InvalidParameterError, RequestError, UnsupportedParameterError
+from kitfox.garbage import keep_what_is_loaded
 from kitfox.server.logs import LoggingRequest, RequestLog, current_level, set_level
 from kitfox.server.spans import RequestSpans
 from kitfox.server.validation import convert_body, read_arguments, read_json_object, with_ignored
@@ -108,12 +109,6 @@ def add_setting_routes(
         keep_what_is_loaded()
         await llm.freeze_gc()
         return json_response({"success": True, "frozen_objects": gc.get_freeze_count()})
-
-
-def keep_what_is_loaded() -> None:
-    """What is there now stays; a collection that looks at it takes as long as several steps."""
-    gc.collect()
-    gc.freeze()
 
 
 def _scheduling_changes(server_args: dict[str, Any]) -> dict[str, int]:

@@ -40,7 +40,7 @@ def test_a_ragged_step_is_gathered_exactly():
     assert step.samples.tolist() == [False, True]
     assert step.rows[0].seed != step.rows[1].seed
 
-    batch.append_sampled(step.rows[1], 23)
+    batch.append_sampled(step.rows[1], [23])
     second = SchedulerOutput(
         step=2,
         cached_requests=[
