@@ -54,13 +54,13 @@ def names_in(path: Path) -> frozenset[str]:
 
 
 def emitted_events() -> set[str]:
-    """The names that any `tracer.emit("name", ...)` in the package records."""
+    """The names that any `tracer.emit("name", ...)`, or `emit_each`, in the package records."""
     events = set()
     for path in (ROOT / "kitfox").rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            is_emit = isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "emit"
-            if is_emit and node.args and isinstance(node.args[0], ast.Constant):
-                events.add(node.args[0].value)
+            match node:
+                case ast.Call(ast.Attribute(attr="emit" | "emit_each"), [ast.Constant(name), *_]):
+                    events.add(name)
     return events
 
 
