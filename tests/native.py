@@ -55,6 +55,13 @@ def as_kept(x: Tensor, kv_dtype: torch.dtype) -> Tensor:
     return codes.float() * torch.exp2(scale_log)
 
 
+def kept_for_good(x: Tensor, kv_dtype: torch.dtype) -> Tensor:
+    """`as_kept`, of numbers that stay the same when they are read and kept again: a largest code that was rounded up to
+    2048 takes the next scale then.
+    """
+    return as_kept(as_kept(x, kv_dtype), kv_dtype)
+
+
 def cache_from_reference(kv_cache: Tensor, kernels: NativeKernels) -> Tensor:
     """A cache [N, 2, S, K, D] of float32 in the layout of csrc/program.h."""
     num_blocks, _, block_size, num_kv_heads, head_dim = kv_cache.shape

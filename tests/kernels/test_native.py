@@ -37,6 +37,7 @@ from tests.native import (
     as_kept,
     cache_from_reference,
     cache_to_reference,
+    kept_for_good,
     native_kernels,
     needs_native,
     torch_kernels,
@@ -477,7 +478,7 @@ CACHES = pytest.mark.parametrize("kv_dtype", [FLOAT32, BFLOAT16, torch.int16], i
 def random_cache(kernels: NativeKernels, head_dim: int, block_size: int = BLOCK_SIZE) -> Tensor:
     assert not kernels.make_kv_cache(NUM_BLOCKS, block_size, KV_HEADS, head_dim).any()
     numbers = torch.randn(NUM_BLOCKS, 2, block_size, KV_HEADS, head_dim, generator=generator(9))
-    return cache_from_reference(as_kept(numbers, kernels.kv_dtype), kernels)
+    return cache_from_reference(kept_for_good(numbers, kernels.kv_dtype), kernels)
 
 
 @pytest.mark.parametrize("head_dim", [16, 48, 64, 256])

@@ -13,7 +13,7 @@ from torch import Tensor
 from kitfox.kernels import library, reference
 from kitfox.kernels.abi import StepStruct
 from kitfox.kernels.native import NativeKernels
-from tests.native import as_kept, cache_from_reference, cache_to_reference
+from tests.native import as_kept, cache_from_reference, cache_to_reference, kept_for_good
 
 ISAS = library.usable_instruction_sets()
 pytestmark = pytest.mark.skipif(not ISAS, reason="no compiled kernels for this machine")
@@ -93,7 +93,7 @@ class Batch:
         for request, (context, _) in enumerate(requests):
             block_table[request, : sizes[request]] = order[request]
             positions = torch.arange(context)
-            kv = as_kept(torch.randn(context, 2, num_kv_heads, head_dim, generator=generator), kv_dtype)
+            kv = kept_for_good(torch.randn(context, 2, num_kv_heads, head_dim, generator=generator), kv_dtype)
             kv_cache[order[request][positions // block_size], :, positions % block_size] = kv
         query_lens = [queries for _, queries in requests]
         q = torch.randn(sum(query_lens), num_heads, head_dim, generator=generator) * query_scale
@@ -352,7 +352,7 @@ def test_rotate_and_write(
 @pytest.mark.parametrize("kv_dtype", KV_DTYPES)
 def test_copy_blocks(make: Make, kv_dtype: torch.dtype) -> None:
     kernels = make(kv_dtype)
-    kv_cache = as_kept(torch.randn(8, 2, 32, 3, 48), kv_dtype)
+    kv_cache = kept_for_good(torch.randn(8, 2, 32, 3, 48), kv_dtype)
     native = cache_from_reference(kv_cache, kernels)
     src, dst, num_tokens = torch.tensor([0, 1, 2, 0]), torch.tensor([1, 2, 5, 6]), torch.tensor([32, 7, 1, 0])
     reference.copy_blocks(kv_cache, src, dst, num_tokens)
