@@ -398,7 +398,7 @@ KF_INLINE void score(const float* q, const KeyTile<int16_t>& tile, int g, int64_
       if constexpr (PREFETCH) prefetch<2 * LANES>(tile.values[g + v] + d * LANES);
     });
     repeat<R>([&](auto r) KF_LAMBDA {
-      const simd::i32 factors = simd::broadcast2(codes + d + r * 2 * QUERY_STRIDE);
+      const simd::i32 factors = simd::broadcast_bytes(codes + d + r * 2 * QUERY_STRIDE);
       repeat<V>([&](auto v) KF_LAMBDA { simd::dot2(acc[r][v], pairs[v], factors); });
     });
   }
@@ -476,7 +476,7 @@ KF_INLINE void weigh(const float* weights, const KeyTile<int16_t>& tile, const K
       values += tile.value_stride;
       coming += coming_stride;
       repeat<R>([&](auto r) KF_LAMBDA {
-        const simd::i32 factors = simd::broadcast2(codes + key + r * 2 * KEY_TILE);
+        const simd::i32 factors = simd::broadcast_bytes(codes + key + r * 2 * KEY_TILE);
         repeat<V>([&](auto v) KF_LAMBDA { simd::dot2(acc[r][v], pairs[v], factors); });
       });
     }

@@ -193,7 +193,7 @@ void grouped_tile(const TileInputs& in, float* out) {
     auto multiply = [&](const simd::u8x64(&w)[V], int offset) __attribute__((always_inline)) {
 #pragma GCC unroll 12
       for (int r = 0; r < R; ++r) {
-        const simd::i32 x = simd::broadcast4(a.at(r) + offset);
+        const simd::i32 x = simd::broadcast_bytes(a.at(r) + offset);
 #pragma GCC unroll 4
         for (int v = 0; v < V; ++v) simd::dot4(dot[r][v], w[v], x);
       }

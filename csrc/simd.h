@@ -24,6 +24,13 @@ namespace simd {
 
 constexpr int LANES = 16;
 
+// Four bytes for all lanes: what dot4 and dot2 multiply by.
+KF_INLINE i32 broadcast_bytes(const void* p) {
+  int32_t bits;
+  std::memcpy(&bits, p, 4);
+  return set1_i32(bits);
+}
+
 // e^x to about 2 ulp; 0 below -87.3 (never a denormal), inf above 88.7, NaN for NaN.
 // Cody-Waite reduction to |r| <= ln(2)/2, then a polynomial of degree 6: https://doi.org/10.1145/355769.355776
 KF_INLINE f32 exp(f32 x) {

@@ -235,21 +235,10 @@ KF_INLINE i16x32 load_i16(const int16_t* p) {
   return {_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)),
           _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p + 16))};
 }
-// Two numbers for all lanes.
-KF_INLINE i32 broadcast2(const int16_t* p) {
-  int32_t bits;
-  std::memcpy(&bits, p, 4);
-  return set1_i32(bits);
-}
 // To the nearest integers, ties to even, as far as 16 bits hold them.
 KF_INLINE void store_i16(int16_t* p, f32 a) {
   const __m256i packed = _mm256_packs_epi32(_mm256_cvtps_epi32(a.low), _mm256_cvtps_epi32(a.high));
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm256_permute4x64_epi64(packed, UNPACKED_QUARTERS));
-}
-KF_INLINE i32 broadcast4(const int8_t* p) {
-  int32_t bits;
-  std::memcpy(&bits, p, 4);
-  return set1_i32(bits);
 }
 // Already rounded numbers in [-128, 127] to 16 bytes.
 KF_INLINE void store_i8(int8_t* p, f32 a) {

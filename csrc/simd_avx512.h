@@ -134,20 +134,9 @@ KF_INLINE void dot4(i32& acc, u8x64 w, i32 a) { asm("vpdpbusd %2, %1, %0" : "+v"
 // acc[lane] += sum over i < 2 of x[2 lane + i] * a[i].
 KF_INLINE void dot2(i32& acc, i16x32 x, i32 a) { asm("vpdpwssd %2, %1, %0" : "+v"(acc.v) : "v"(x.v), "v"(a.v)); }
 KF_INLINE i16x32 load_i16(const int16_t* p) { return {_mm512_loadu_si512(p)}; }
-// Two numbers for all lanes.
-KF_INLINE i32 broadcast2(const int16_t* p) {
-  int32_t bits;
-  std::memcpy(&bits, p, 4);
-  return {_mm512_set1_epi32(bits)};
-}
 // To the nearest integers, ties to even, as far as 16 bits hold them.
 KF_INLINE void store_i16(int16_t* p, f32 a) {
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtsepi32_epi16(_mm512_cvtps_epi32(a.v)));
-}
-KF_INLINE i32 broadcast4(const int8_t* p) {
-  int32_t bits;
-  std::memcpy(&bits, p, 4);
-  return {_mm512_set1_epi32(bits)};
 }
 // Already rounded numbers in [-128, 127] to 16 bytes.
 KF_INLINE void store_i8(int8_t* p, f32 a) {

@@ -266,12 +266,6 @@ KF_INLINE void dot2(i32& acc, i16x32 x, i32 pairs) {
 KF_INLINE i16x32 load_i16(const int16_t* p) {
   return {vld1q_s16(p), vld1q_s16(p + 8), vld1q_s16(p + 16), vld1q_s16(p + 24)};
 }
-// Two numbers for all lanes.
-KF_INLINE i32 broadcast2(const int16_t* p) {
-  int32_t bits;
-  std::memcpy(&bits, p, 4);
-  return set1_i32(bits);
-}
 // To the nearest integers, ties to even, as far as 16 bits hold them.
 KF_INLINE void store_i16(int16_t* p, f32 x) {
   const auto narrow = [](float32x4_t a, float32x4_t b) {
@@ -279,11 +273,6 @@ KF_INLINE void store_i16(int16_t* p, f32 x) {
   };
   vst1q_s16(p, narrow(x.a, x.b));
   vst1q_s16(p + 8, narrow(x.c, x.d));
-}
-KF_INLINE i32 broadcast4(const int8_t* p) {
-  int32_t bits;
-  std::memcpy(&bits, p, 4);
-  return set1_i32(bits);
 }
 // Already rounded numbers in [-128, 127] to 16 bytes.
 KF_INLINE void store_i8(int8_t* p, f32 x) {

@@ -15,6 +15,7 @@ import torch
 from kitfox.config import EngineConfig, ModelConfig
 from kitfox.errors import ConfigError, WeightsError
 from kitfox.executor.model_runner import ModelRunner
+from kitfox.garbage import keep_what_is_loaded
 from kitfox.kernels import library
 from kitfox.kernels.interface import Kernels
 from kitfox.kernels.native import NativeKernels
@@ -142,8 +143,7 @@ class Executor:
             companion.release_kv_cache()
         self._use_kv_caches([])
         gc.unfreeze()  # a recorded forward pass is full of cycles, and was frozen with all that was loaded
-        gc.collect()
-        gc.freeze()
+        keep_what_is_loaded()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
