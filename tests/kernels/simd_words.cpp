@@ -175,7 +175,7 @@ int main() {
     load_u4(codes.data() + 1, low, high);
     i32 acc = set1_i32(static_cast<int32_t>(random_bits() % 2000) - 1000);
     for (u8x64 w : {load_u8(codes.data() + 1), low, high}) {
-      dot4(acc, w, broadcast4(activations.data()));
+      dot4(acc, w, broadcast_bytes(activations.data()));
       hash.add(to_f32(acc));  // below 2^24, so exact
     }
   });
