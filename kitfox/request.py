@@ -166,9 +166,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             value = getattr(self, name)
             limit = "must be >= 0, or -1 for the whole vocabulary"
             _require(value is None or value >= -1, name, limit, value)
-        reports = self.logprobs is not None or self.prompt_logprobs is not None
         _require(
-            reports or not self.logprob_token_ids, "logprob_token_ids", "needs logprobs", list(self.logprob_token_ids)
+            self.reports_logprobs or not self.logprob_token_ids,
+            "logprob_token_ids",
+            "needs logprobs",
+            list(self.logprob_token_ids),
         )
         kept = self.truncate_prompt_tokens
         limit = "must be positive, or -1 for what fits the context"
@@ -181,6 +183,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     @property
     def is_greedy(self) -> bool:
         return self.temperature == 0
+
+    @property
+    def reports_logprobs(self) -> bool:
+        return self.logprobs is not None or self.prompt_logprobs is not None
 
 
 class FinishReason(enum.StrEnum):

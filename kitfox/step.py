@@ -33,7 +33,6 @@ class NewRequest(msgspec.Struct, frozen=True, kw_only=True, gc=False):
         num_prompt_tokens: how many of them are prompt; penalties and prompt logprobs need to know.
         num_reported_tokens: how many of them need no log-probabilities any more: the prompt, and what came of them.
         block_ids: its whole block table.
-        num_computed_tokens: tokens whose KV is already in those blocks.
         stop_token_ids: what min_tokens masks.
         pooling: how to make a vector of the prompt's hidden states; None samples tokens.
         adapter_id: of the LoRA adapter that computes it; 0 is none.
@@ -46,21 +45,19 @@ class NewRequest(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     sampling: SamplingParams
     stop_token_ids: tuple[int, ...]
     block_ids: list[int]
-    num_computed_tokens: int
     pooling: Pooling | None = None
     adapter_id: int = 0
 
 
 class CachedRequest(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """A request the executor knows: only what changed.
+    """A request the executor knows, and what is new about it: blocks, or tokens.
 
     Attributes:
         new_token_ids: tokens behind the last one it sampled and appended itself: those that a grammar forces.
     """
 
     request_id: str
-    new_block_ids: list[int]
-    num_computed_tokens: int
+    new_block_ids: list[int] = []
     new_token_ids: list[int] = []
 
 
@@ -68,7 +65,9 @@ class SchedulerOutput(msgspec.Struct, frozen=True, kw_only=True):
     """One step's work.
 
     Attributes:
+        cached_requests: of those that the executor knows, the ones that it must hear news of.
         num_scheduled_tokens: request id to tokens computed this step, drafts included, in the order of the batch.
+        num_computed_tokens: of the same requests in the same order, the tokens before those: their KV is in the cache.
         draft_token_ids: guesses that follow a request's last token: computed with it, and kept as far as they are what
             would have been sampled.
         block_copies: done before anything is written.
@@ -80,6 +79,7 @@ class SchedulerOutput(msgspec.Struct, frozen=True, kw_only=True):
     new_requests: list[NewRequest] = []
     cached_requests: list[CachedRequest] = []
     num_scheduled_tokens: dict[str, int] = {}
+    num_computed_tokens: dict[str, int] = {}
     draft_token_ids: dict[str, list[int]] = {}
     block_copies: list[BlockCopy] = []
     finished_request_ids: list[str] = []

@@ -131,6 +131,7 @@ class Scheduler:
             new_requests=step.new_requests,
             cached_requests=step.cached_requests,
             num_scheduled_tokens=step.num_scheduled_tokens,
+            num_computed_tokens=step.num_computed_tokens,
             draft_token_ids=step.draft_token_ids,
             block_copies=step.block_copies,
             finished_request_ids=finished,
@@ -156,15 +157,15 @@ class Scheduler:
             step.add(request, num_tokens + len(draft), allocation)
             if draft:
                 step.draft_token_ids[request.request_id] = draft
-            step.cached_requests.append(
-                CachedRequest(
-                    request_id=request.request_id,
-                    new_block_ids=allocation.block_ids,
-                    num_computed_tokens=request.num_computed_tokens,
-                    new_token_ids=request.unsent,
+            if allocation.block_ids or request.unsent:
+                step.cached_requests.append(
+                    CachedRequest(
+                        request_id=request.request_id,
+                        new_block_ids=allocation.block_ids,
+                        new_token_ids=request.unsent,
+                    )
                 )
-            )
-            request.unsent = []
+                request.unsent = []
             position += 1
 
     def _propose_drafts(self) -> dict[str, list[int]]:
@@ -211,7 +212,6 @@ class Scheduler:
                     sampling=request.sampling,
                     stop_token_ids=tuple(request.stop_token_ids),
                     block_ids=allocation.block_ids,
-                    num_computed_tokens=request.num_computed_tokens,
                     pooling=request.pooling,
                     adapter_id=request.adapter_id,
                 )
@@ -530,6 +530,7 @@ class _StepInProgress:
         self.new_requests: list[NewRequest] = []
         self.cached_requests: list[CachedRequest] = []
         self.num_scheduled_tokens: dict[str, int] = {}
+        self.num_computed_tokens: dict[str, int] = {}
         self.draft_token_ids: dict[str, list[int]] = {}
         self.block_copies: list[BlockCopy] = []
 
@@ -537,6 +538,7 @@ class _StepInProgress:
         assert num_tokens >= 1, f"{request} was scheduled with nothing to compute"
         self.token_budget -= num_tokens
         self.num_scheduled_tokens[request.request_id] = num_tokens
+        self.num_computed_tokens[request.request_id] = request.num_computed_tokens
         self.block_copies.extend(allocation.block_copies)
 
 

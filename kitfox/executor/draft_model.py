@@ -73,8 +73,9 @@ class HeadDrafts(HeadModel):
     def keep(self, step: StepInputs, states: torch.Tensor) -> None:
         """The states [T, F] of a step; those of earlier ones are forgotten."""
         ends = step.query_start_loc[1:].tolist()
-        for row, start, end in zip(step.rows, step.query_start_loc.tolist(), ends, strict=False):
-            self._unread[row.request_id] = (row.num_computed_tokens, states[start:end])
+        chunks = zip(step.rows, step.num_computed_tokens, step.query_start_loc.tolist(), ends, strict=False)
+        for row, position, start, end in chunks:
+            self._unread[row.request_id] = (position, states[start:end])
 
     def unread(self, request_id: str) -> tuple[int, int]:
         start, states = self._unread.get(request_id, (0, ()))

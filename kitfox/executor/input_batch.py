@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -27,9 +28,9 @@ class RequestRow:
     num_reported_tokens: int  # those before it need no log-probabilities any more
     num_tokens: int
     num_blocks: int
-    num_computed_tokens: int
     seed: int
     is_plain_greedy: bool
+    wants_more: bool  # than tokens: log-probabilities, or a vector
     num_drafts: int = 0  # guesses behind its tokens, in this step
     pooling: Pooling | None = None
     adapter_id: int = 0
@@ -42,6 +43,7 @@ class StepInputs:
 
     Attributes:
         rows: the requests of the step, in the order of the batch.
+        num_computed_tokens: [R]: tokens before those of the step.
         token_ids, positions, slot_mapping: [T] int64.
         query_start_loc: [R + 1] int32. seq_lens: [R] int32, this step included.
         block_table: [R, most blocks of any of them] int32; entries past a request's length are 0.
@@ -49,6 +51,7 @@ class StepInputs:
     """
 
     rows: list[RequestRow]
+    num_computed_tokens: Sequence[int]
     token_ids: npt.NDArray[np.int64]
     positions: npt.NDArray[np.int64]
     slot_mapping: npt.NDArray[np.int64]
@@ -111,9 +114,9 @@ class InputBatch:
             num_reported_tokens=new.num_reported_tokens,
             num_tokens=num_tokens,
             num_blocks=num_blocks,
-            num_computed_tokens=new.num_computed_tokens,
             seed=self._seed_of(new.request_id) if seed is None else seed,
             is_plain_greedy=is_plain_greedy(new.sampling, new.stop_token_ids),
+            wants_more=new.sampling.reports_logprobs or new.pooling is not None,
             pooling=new.pooling,
             adapter_id=new.adapter_id,
         )
@@ -125,7 +128,6 @@ class InputBatch:
 
     def _extend(self, cached: CachedRequest) -> None:
         row = self._rows[cached.request_id]
-        row.num_computed_tokens = cached.num_computed_tokens
         if cached.new_block_ids:
             end = row.num_blocks + len(cached.new_block_ids)
             self._block_table[row.row, row.num_blocks : end] = cached.new_block_ids
@@ -147,13 +149,14 @@ class InputBatch:
     def tokens(self, row: RequestRow, start: int, end: int) -> npt.NDArray[np.int64]:
         return self._token_ids[row.row, start:end]
 
-    def gather(self, num_scheduled_tokens: dict[str, int]) -> StepInputs:
-        """The step's inputs, requests in the order of the dictionary."""
-        rows = [self._rows[request_id] for request_id in num_scheduled_tokens]
-        counts = np.fromiter(num_scheduled_tokens.values(), dtype=np.int32, count=len(rows))
-        computed = np.fromiter((row.num_computed_tokens for row in rows), dtype=np.int32, count=len(rows))
-        indices = np.fromiter((row.row for row in rows), dtype=np.int64, count=len(rows))
-        totals = np.fromiter((row.num_tokens + row.num_drafts for row in rows), dtype=np.int32, count=len(rows))
+    def gather(self, scheduled: SchedulerOutput) -> StepInputs:
+        """The step's inputs, requests in the order of the batch."""
+        rows = [self._rows[request_id] for request_id in scheduled.num_scheduled_tokens]
+        num_computed_tokens = list(scheduled.num_computed_tokens.values())
+        counts = np.array(list(scheduled.num_scheduled_tokens.values()), dtype=np.int32)
+        computed = np.array(num_computed_tokens, dtype=np.int32)
+        indices = np.array([row.row for row in rows], dtype=np.int64)
+        totals = np.array([row.num_tokens + row.num_drafts for row in rows], dtype=np.int32)
         query_start_loc = np.zeros(len(rows) + 1, dtype=np.int32)
         np.cumsum(counts, out=query_start_loc[1:])
         row_of_token = np.repeat(indices, counts)
@@ -164,6 +167,7 @@ class InputBatch:
         num_blocks = -(-int(seq_lens.max()) // self.block_size)
         return StepInputs(
             rows=rows,
+            num_computed_tokens=num_computed_tokens,
             token_ids=self._token_ids[row_of_token, positions],
             positions=positions,
             slot_mapping=blocks * self.block_size + positions % self.block_size,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -83,14 +84,15 @@ class ModelRunner:
         self._copy_blocks(scheduled.block_copies)
         if not scheduled.num_scheduled_tokens:
             return ModelRunnerOutput()
-        step = self.input_batch.gather(scheduled.num_scheduled_tokens)
+        step = self.input_batch.gather(scheduled)
         batch = self._forward_batch(step)
         hidden = self.forward(batch, captured=not batch.adapter_rows)
         if self.on_states is not None:
             self.on_states(step, hidden if batch.features is None else batch.features)
-        prompt = self._prompt_logprobs(step, hidden)
-        embeddings, bad_embeddings = self._pool(step, hidden)
-        logprobs = self._given_logprobs(step, hidden)
+        wanting = [index for index, row in enumerate(step.rows) if row.wants_more]
+        prompt = self._prompt_logprobs(step, hidden, wanting)
+        embeddings, bad_embeddings = self._pool(step, hidden, wanting)
+        logprobs = self._given_logprobs(step, hidden, wanting)
         sampled, errors = self._sample(step, hidden, {} if bitmasks is None else bitmasks(), logprobs)
         return ModelRunnerOutput(
             sampled_token_ids=sampled,
@@ -117,8 +119,9 @@ class ModelRunner:
             self.model.kernels.copy_blocks(kv_cache, src, dst, num_tokens)
 
     def _forward_batch(self, step: StepInputs) -> ForwardBatch:
-        def to_device(array: object) -> torch.Tensor:
-            return torch.as_tensor(array).to(self.device, non_blocking=True)
+        def to_device(array: npt.NDArray[Any]) -> torch.Tensor:
+            tensor = torch.from_numpy(array)
+            return tensor if self.device.type == "cpu" else tensor.to(self.device, non_blocking=True)
 
         return ForwardBatch(
             token_ids=to_device(step.token_ids),
@@ -147,25 +150,29 @@ class ModelRunner:
     ) -> tuple[dict[str, list[int]], dict[str, str]]:
         """Sampled tokens, and what is wrong with requests that have none; log-probabilities are added to `reported`."""
         rows: list[RequestRow] = []
-        places: list[tuple[RequestRow, int, int]] = []  # a row, a draft token or the one behind them, its hidden state
+        # The places that tokens are sampled for: their rows, how many drafts are before them, their hidden states.
+        owners: list[RequestRow] = []
+        num_before: list[int] = []
+        states: list[int] = []
         for row, samples, end in zip(step.rows, step.samples.tolist(), step.query_start_loc[1:].tolist(), strict=True):
             if samples and row.pooling is None:
                 rows.append(row)
-                for position in range(row.num_drafts):
-                    places.append((row, position, end - 1 - row.num_drafts + position))
-                places.append((row, row.num_drafts, end - 1))
-        plain = [place for place, (row, _, _) in enumerate(places) if row.is_plain_greedy]
-        others = [place for place, (row, _, _) in enumerate(places) if not row.is_plain_greedy]
-        chosen: list[int | None] = [None] * len(places)
-        logprobs: list[TokenLogprobs | None] = [None] * len(places)
+                for num_drafts in range(row.num_drafts + 1) if row.num_drafts else (0,):
+                    owners.append(row)
+                    num_before.append(num_drafts)
+                    states.append(end - 1 - row.num_drafts + num_drafts)
+        others = [place for place, row in enumerate(owners) if not row.is_plain_greedy]
+        plain = [place for place, row in enumerate(owners) if row.is_plain_greedy] if others else range(len(owners))
+        chosen: list[int | None] = [None] * len(owners)
+        logprobs: dict[int, TokenLogprobs | None] = {}
         if plain:
-            allowed = _allowed([places[place][:2] for place in plain], bitmasks) if bitmasks else None
-            states = hidden if len(plain) == len(hidden) else hidden[[places[place][2] for place in plain]]
-            for place, found in zip(plain, self.model.greedy_tokens(states, allowed), strict=True):
+            places = [(owners[place], num_before[place]) for place in plain] if bitmasks else []
+            of_plain = hidden if len(plain) == len(hidden) else hidden[[states[place] for place in plain]]
+            for place, found in zip(plain, self.model.greedy_tokens(of_plain, _allowed(places, bitmasks)), strict=True):
                 chosen[place] = found if found >= 0 else None
         if others:
-            logits = self.model.compute_logits(hidden[[places[place][2] for place in others]])  # [n, V] float32
-            sampling_rows = [self._sampling_row(places[place][0], places[place][1], bitmasks) for place in others]
+            logits = self.model.compute_logits(hidden[[states[place] for place in others]])  # [n, V] float32
+            sampling_rows = [self._sampling_row(owners[place], num_before[place], bitmasks) for place in others]
             for place, token_id, logprob in zip(others, *self.sampler.sample(logits, sampling_rows), strict=True):
                 chosen[place], logprobs[place] = token_id, logprob
         sampled: dict[str, list[int]] = {}
@@ -175,29 +182,26 @@ class ModelRunner:
             draft: list[int] = []
             if row.num_drafts:
                 draft = self.input_batch.tokens(row, row.num_tokens, row.num_tokens + row.num_drafts).tolist()
-            kept: list[int] = []
-            for place, expected in enumerate((*draft, None), first):
-                token_id, logprob = chosen[place], logprobs[place]
-                if token_id is None:
-                    break
-                kept.append(token_id)
-                if logprob is not None:
-                    reported.setdefault(row.request_id, []).append(logprob)
-                if token_id != expected:  # a draft stands as long as it is what would have been sampled anyway
-                    break
+            kept = _standing(chosen, first, draft)
             if kept:
                 self.input_batch.append_sampled(row, kept)
                 sampled[row.request_id] = kept
             else:  # behind drafts that stand it is no error: the answer has ended, or the next step will say so
                 errors[row.request_id] = NO_TOKEN
+            if row.wants_more:
+                of_kept = [logprobs.get(place) for place in range(first, first + len(kept))]
+                reported.setdefault(row.request_id, []).extend(logprob for logprob in of_kept if logprob is not None)
             first += row.num_drafts + 1
         return sampled, errors
 
-    def _pool(self, step: StepInputs, hidden: torch.Tensor) -> tuple[dict[str, bytes], dict[str, str]]:
+    def _pool(
+        self, step: StepInputs, hidden: torch.Tensor, wanting: list[int]
+    ) -> tuple[dict[str, bytes], dict[str, str]]:
         """The vectors of pooling requests that end in this step, and what is wrong with those that have none."""
         embeddings: dict[str, bytes] = {}
         errors: dict[str, str] = {}
-        for index, row in enumerate(step.rows):
+        for index in wanting:
+            row = step.rows[index]
             if row.pooling is None:
                 continue
             states = hidden[int(step.query_start_loc[index]) : int(step.query_start_loc[index + 1])]
@@ -234,26 +238,32 @@ class ModelRunner:
             allowed=None if rows is None else rows[num_drafts],
         )
 
-    def _prompt_logprobs(self, step: StepInputs, hidden: torch.Tensor) -> dict[str, list[TokenLogprobs]]:
+    def _prompt_logprobs(
+        self, step: StepInputs, hidden: torch.Tensor, wanting: list[int]
+    ) -> dict[str, list[TokenLogprobs]]:
         """Log-probabilities of the prompt tokens that follow those computed in this step."""
         reported: dict[str, list[TokenLogprobs]] = {}
-        for index, row in enumerate(step.rows):
+        for index in wanting:
+            row = step.rows[index]
             num_top = row.sampling.prompt_logprobs
             if num_top is not None:
-                first = row.num_computed_tokens + 1
+                first = step.num_computed_tokens[index] + 1
                 end = min(int(step.seq_lens[index]) + 1, row.num_prompt_tokens)
                 if first < end:
                     reported[row.request_id] = self._logprobs_of(step, index, hidden, first, end, num_top)
         return reported
 
-    def _given_logprobs(self, step: StepInputs, hidden: torch.Tensor) -> dict[str, list[TokenLogprobs]]:
+    def _given_logprobs(
+        self, step: StepInputs, hidden: torch.Tensor, wanting: list[int]
+    ) -> dict[str, list[TokenLogprobs]]:
         """Log-probabilities of output tokens that nobody sampled and whose predecessors are computed in this step."""
         reported: dict[str, list[TokenLogprobs]] = {}
-        for index, row in enumerate(step.rows):
+        for index in wanting:
+            row = step.rows[index]
             num_top = row.sampling.logprobs
             if num_top is None or row.pooling is not None:
                 continue
-            first = max(row.num_computed_tokens + 1, row.num_reported_tokens)
+            first = max(step.num_computed_tokens[index] + 1, row.num_reported_tokens)
             end = min(int(step.seq_lens[index]) + 1, row.num_tokens)
             if first < end:
                 reported[row.request_id] = self._logprobs_of(step, index, hidden, first, end, num_top)
@@ -265,7 +275,7 @@ class ModelRunner:
     ) -> list[TokenLogprobs]:
         """Log-probabilities of a request's tokens [first, end), whose predecessors are computed in this step."""
         row = step.rows[index]
-        start = int(step.query_start_loc[index]) + first - 1 - row.num_computed_tokens
+        start = int(step.query_start_loc[index]) + first - 1 - step.num_computed_tokens[index]
         return prompt_logprobs(
             self.model.compute_logits,
             hidden[start : start + end - first],
@@ -274,6 +284,20 @@ class ModelRunner:
             native=self.native_sampler,
             named=row.sampling.logprob_token_ids,
         )
+
+
+def _standing(chosen: list[int | None], first: int, draft: list[int]) -> list[int]:
+    """Of what was chosen from place `first` on, what stands: a draft does where it is what was chosen anyway."""
+    token_id = chosen[first]
+    if token_id is None:
+        return []
+    kept = [token_id]
+    for place, expected in enumerate(draft, first):
+        token_id = chosen[place + 1]
+        if chosen[place] != expected or token_id is None:
+            break
+        kept.append(token_id)
+    return kept
 
 
 def _adapter_rows(step: StepInputs) -> list[tuple[int, slice]]:

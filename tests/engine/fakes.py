@@ -59,17 +59,15 @@ class FakeExecutor:
         self.steps.append(scheduled)
         for request_id in (*scheduled.finished_request_ids, *scheduled.preempted_request_ids):
             del self.token_ids[request_id], self.block_ids[request_id]
-        computed: dict[str, int] = {}
         for cached in scheduled.cached_requests:
             self.block_ids[cached.request_id] += cached.new_block_ids
             self.token_ids[cached.request_id] += cached.new_token_ids
-            computed[cached.request_id] = cached.num_computed_tokens
         for new in scheduled.new_requests:
             assert new.request_id not in self.token_ids
             self.token_ids[new.request_id] = list(new.token_ids)
             self.block_ids[new.request_id] = list(new.block_ids)
-            computed[new.request_id] = new.num_computed_tokens
-        assert set(computed) == set(scheduled.num_scheduled_tokens)
+        computed = scheduled.num_computed_tokens
+        assert list(computed) == list(scheduled.num_scheduled_tokens)
         sampled: dict[str, list[int]] = {}
         for request_id, num_tokens in scheduled.num_scheduled_tokens.items():
             tokens = self.token_ids[request_id]

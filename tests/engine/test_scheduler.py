@@ -9,7 +9,7 @@ import pytest
 from kitfox.config import CACHE_ORGANISATIONS
 from kitfox.outputs import EngineOutput
 from kitfox.request import FinishReason, SamplingParams
-from kitfox.step import BlockCopy, CachedRequest, FilledBitmasks, ModelRunnerOutput, NewRequest, SchedulerOutput
+from kitfox.step import BlockCopy, FilledBitmasks, ModelRunnerOutput, NewRequest, SchedulerOutput
 from tests.engine.fakes import FakeExecutor, make_core, request, run
 
 
@@ -33,17 +33,17 @@ def test_one_request_from_prompt_to_finish_exactly():
                 sampling=sampling,
                 stop_token_ids=(),
                 block_ids=[0, 1],
-                num_computed_tokens=0,
             )
         ],
         num_scheduled_tokens={"a": 5},
+        num_computed_tokens={"a": 0},
     )
     assert [o.new_token_ids for o in first.outputs] == [[15]]
     last = core.step()
     assert steps_of(core)[1] == SchedulerOutput(
         step=2,
-        cached_requests=[CachedRequest(request_id="a", new_block_ids=[], num_computed_tokens=5)],
         num_scheduled_tokens={"a": 1},
+        num_computed_tokens={"a": 5},
     )
     assert last.outputs[0].new_token_ids == [16]
     assert last.outputs[0].finish_reason is FinishReason.LENGTH
@@ -192,7 +192,7 @@ def test_a_second_identical_prompt_computes_only_what_it_must(cache: str):
     core.step()
     expected = {"paged": 8, "radix": 11}[cache]  # whole blocks; token-exact; never the last token
     step = steps_of(core)[-1]
-    assert step.new_requests[0].num_computed_tokens == expected
+    assert step.num_computed_tokens == {"b": expected}
     assert step.num_scheduled_tokens == {"b": 12 - expected}
     copied = [copy.num_tokens for copy in step.block_copies]
     assert copied == {"paged": [], "radix": [3]}[cache]
@@ -206,7 +206,7 @@ def test_generated_tokens_are_found_by_the_next_turn(cache: str):
     answer = run(core)["turn1"]
     core.add_request(request("turn2", [1, 2, 3, 4, 5, 6, *answer, 90, 91], max_tokens=1))
     core.step()
-    cached = steps_of(core)[-1].new_requests[0].num_computed_tokens
+    cached = steps_of(core)[-1].num_computed_tokens["turn2"]
     # The last sampled token was never computed, so 11 tokens can be known: two whole blocks, or all of them.
     assert cached == {"paged": 8, "radix": 11}[cache]
 
@@ -318,7 +318,7 @@ def test_a_request_without_numbers_ends_alone_and_publishes_nothing():
     assert run(core)["good"] == [61, 62]
     core.add_request(request("again", list(range(10)), max_tokens=1))
     core.step()
-    assert steps_of(core)[-1].new_requests[0].num_computed_tokens == 0
+    assert steps_of(core)[-1].num_computed_tokens == {"again": 0}
 
 
 def test_a_duplicate_id_is_answered_with_an_error_and_the_first_goes_on():

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from kitfox.executor.model_runner import ModelRunner
 from kitfox.kernels.torch_kernels import TorchKernels
 from kitfox.request import SamplingParams
-from kitfox.step import BlockCopy, CachedRequest, ModelRunnerOutput, NewRequest, SchedulerOutput
+from kitfox.step import BlockCopy, ModelRunnerOutput, NewRequest, SchedulerOutput
 from tests.executor.test_step_program import MODELS, random_model
 
 DEVICE = torch.device("meta")  # the one device beside the CPU that every build of torch knows
@@ -121,7 +121,7 @@ def _steps() -> list[SchedulerOutput]:
     prompts = {"a": list(range(1, 41)), "b": list(range(50, 71)), "c": list(range(1, 21))}
     prompts |= {"mean": list(range(9, 25)), "last": list(range(30, 40))}
 
-    def new(name: str, sampling: SamplingParams, blocks: list[int], computed: int = 0) -> NewRequest:
+    def new(name: str, sampling: SamplingParams, blocks: list[int]) -> NewRequest:
         return NewRequest(
             request_id=name,
             token_ids=prompts[name],
@@ -130,7 +130,6 @@ def _steps() -> list[SchedulerOutput]:
             sampling=sampling,
             stop_token_ids=(7,),
             block_ids=blocks,
-            num_computed_tokens=computed,
             pooling=name if name in ("mean", "last") else None,
         )
 
@@ -139,25 +138,20 @@ def _steps() -> list[SchedulerOutput]:
             step=1,
             new_requests=[new("a", greedy, [0, 1, 2]), new("mean", greedy, [6])],
             num_scheduled_tokens={"a": 25, "mean": 7},
+            num_computed_tokens={"a": 0, "mean": 0},
         ),
         SchedulerOutput(
             step=2,
             new_requests=[new("b", sampled, [3, 4]), new("last", greedy, [7])],
-            cached_requests=[
-                CachedRequest(request_id="a", new_block_ids=[], num_computed_tokens=25),
-                CachedRequest(request_id="mean", new_block_ids=[], num_computed_tokens=7),
-            ],
             num_scheduled_tokens={"a": 15, "mean": 9, "b": 21, "last": 10},
+            num_computed_tokens={"a": 25, "mean": 7, "b": 0, "last": 0},
         ),
         SchedulerOutput(
             step=3,
-            new_requests=[new("c", greedy, [0, 5], computed=19)],
+            new_requests=[new("c", greedy, [0, 5])],
             block_copies=[BlockCopy(src=1, dst=5, num_tokens=3)],
-            cached_requests=[
-                CachedRequest(request_id="a", new_block_ids=[], num_computed_tokens=40),
-                CachedRequest(request_id="b", new_block_ids=[], num_computed_tokens=21),
-            ],
             num_scheduled_tokens={"a": 1, "b": 1, "c": 1},
+            num_computed_tokens={"a": 40, "b": 21, "c": 19},
         ),
     ]
 

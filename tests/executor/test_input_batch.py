@@ -7,9 +7,7 @@ from kitfox.request import SamplingParams
 from kitfox.step import CachedRequest, NewRequest, SchedulerOutput
 
 
-def new(
-    request_id: str, tokens: list[int], blocks: list[int], computed: int = 0, seed: int | None = None
-) -> NewRequest:
+def new(request_id: str, tokens: list[int], blocks: list[int], seed: int | None = None) -> NewRequest:
     return NewRequest(
         request_id=request_id,
         token_ids=tokens,
@@ -18,7 +16,6 @@ def new(
         sampling=SamplingParams(seed=seed),
         stop_token_ids=(),
         block_ids=blocks,
-        num_computed_tokens=computed,
     )
 
 
@@ -26,11 +23,12 @@ def test_a_ragged_step_is_gathered_exactly():
     batch = InputBatch(max_num_seqs=4, max_model_len=16, block_size=4)
     first = SchedulerOutput(
         step=1,
-        new_requests=[new("a", [10, 11, 12, 13, 14, 15], [7, 2]), new("b", [20, 21, 22], [5], computed=2)],
+        new_requests=[new("a", [10, 11, 12, 13, 14, 15], [7, 2]), new("b", [20, 21, 22], [5])],
         num_scheduled_tokens={"a": 5, "b": 1},
+        num_computed_tokens={"a": 0, "b": 2},
     )
     batch.update(first)
-    step = batch.gather(first.num_scheduled_tokens)
+    step = batch.gather(first)
     assert step.token_ids.tolist() == [10, 11, 12, 13, 14, 22]
     assert step.positions.tolist() == [0, 1, 2, 3, 4, 2]
     assert step.slot_mapping.tolist() == [28, 29, 30, 31, 8, 22]
@@ -43,14 +41,12 @@ def test_a_ragged_step_is_gathered_exactly():
     batch.append_sampled(step.rows[1], [23])
     second = SchedulerOutput(
         step=2,
-        cached_requests=[
-            CachedRequest(request_id="b", new_block_ids=[], num_computed_tokens=3),
-            CachedRequest(request_id="a", new_block_ids=[9], num_computed_tokens=5),
-        ],
+        cached_requests=[CachedRequest(request_id="a", new_block_ids=[9])],
         num_scheduled_tokens={"b": 1, "a": 1},
+        num_computed_tokens={"b": 3, "a": 5},
     )
     batch.update(second)
-    step = batch.gather(second.num_scheduled_tokens)
+    step = batch.gather(second)
     assert step.token_ids.tolist() == [23, 15]
     assert step.slot_mapping.tolist() == [23, 9]
     assert step.samples.tolist() == [True, True]
@@ -62,8 +58,15 @@ def test_rows_are_reused_and_a_preempted_request_comes_back_in_full():
     batch.update(SchedulerOutput(step=2, preempted_request_ids=["a"]))
     assert len(batch) == 0
     batch.update(SchedulerOutput(step=3, new_requests=[new("b", [9], [1])]))
-    batch.update(SchedulerOutput(step=4, finished_request_ids=["b"], new_requests=[new("a", [1, 2, 5], [2], seed=7)]))
-    step = batch.gather({"a": 3})
+    last = SchedulerOutput(
+        step=4,
+        finished_request_ids=["b"],
+        new_requests=[new("a", [1, 2, 5], [2], seed=7)],
+        num_scheduled_tokens={"a": 3},
+        num_computed_tokens={"a": 0},
+    )
+    batch.update(last)
+    step = batch.gather(last)
     assert step.token_ids.tolist() == [1, 2, 5]
     assert step.slot_mapping.tolist() == [8, 9, 10]
     assert step.rows[0].seed == 7

@@ -431,7 +431,8 @@ def first_tokens(runner: ModelRunner) -> dict[str, list[int]]:
         sampling=SamplingParams(temperature=0),
         stop_token_ids=(),
         block_ids=[3, 1],
-        num_computed_tokens=0,
     )
-    scheduled = SchedulerOutput(step=1, new_requests=[request], num_scheduled_tokens={"a": 20})
+    scheduled = SchedulerOutput(
+        step=1, new_requests=[request], num_scheduled_tokens={"a": 20}, num_computed_tokens={"a": 0}
+    )
     return runner.execute(scheduled).sampled_token_ids

@@ -70,7 +70,6 @@ def drawn(runner: ModelRunner, sampling: SamplingParams, draft: list[int]) -> li
                 sampling=sampling,
                 stop_token_ids=(),
                 block_ids=[2 * index, 2 * index + 1],
-                num_computed_tokens=0,
             )
             for index, name in enumerate(names)
         ]
@@ -79,6 +78,7 @@ def drawn(runner: ModelRunner, sampling: SamplingParams, draft: list[int]) -> li
                 step=first,
                 new_requests=new,
                 num_scheduled_tokens=dict.fromkeys(names, len(PROMPT) + len(draft)),
+                num_computed_tokens=dict.fromkeys(names, 0),
                 draft_token_ids={name: draft for name in names if draft},
                 finished_request_ids=finished,
             )
