@@ -45,7 +45,7 @@ $(VENV)/.torch:
 
 # Compiles the kernels, and says which of them will run.
 $(VENV)/.ready: $(VENV)/.torch pyproject.toml $(KERNEL_SOURCES)
-	$(BIN)/pip install -q -e '.[fast-http,bench,xgrammar]'
+	$(BIN)/pip install -q -e '.[fast-http,bench,vision,xgrammar]'
 	$(BIN)/python -c 'from kitfox.kernels import library; print("kitfox kernels:", library.describe())'
 	touch $@
 

@@ -294,6 +294,43 @@ class RopeScaling:
 
 
 @dataclass(frozen=True)
+class VisionConfig:
+    """How a model of Idefics3's kind reads images: cut into square tiles, each of which becomes a run of tokens.
+
+    Attributes:
+        image_size: of a tile, in pixels a side. patch_size: of what becomes one state inside the encoder.
+        scale_factor: that many states squared become one token.
+        image_token_id: stands in a prompt wherever an image does.
+        longest_edge: an image's longer side is made so many pixels first.
+        splits: large images are cut into tiles, with a small one of the whole behind them; otherwise there is one.
+        mean, std: of the three colours, by which pixels in [0, 1] are normalised.
+    """
+
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    image_size: int
+    patch_size: int
+    scale_factor: int
+    image_token_id: int
+    longest_edge: int
+    splits: bool = True
+    mean: tuple[float, ...] = (0.5, 0.5, 0.5)
+    std: tuple[float, ...] = (0.5, 0.5, 0.5)
+    layer_norm_eps: float = 1e-6
+    hidden_act: str = "gelu_pytorch_tanh"
+
+    @property
+    def patches_per_side(self) -> int:
+        return self.image_size // self.patch_size
+
+    @property
+    def tokens_per_tile(self) -> int:
+        return (self.patches_per_side // self.scale_factor) ** 2
+
+
+@dataclass(frozen=True)
 class ModelConfig:
     """What a checkpoint says about its shape, read from `config.json` or GGUF metadata.
 
@@ -307,6 +344,7 @@ class ModelConfig:
         eos_token_ids: every token that ends a generation.
         stored_bytes: size of the weights as stored on disk.
         stored_quantization: GGML type of most matrices ("Q4_1"); "" where they are floats.
+        vision: how the model reads images; None where it reads none.
     """
 
     architecture: str
@@ -337,6 +375,7 @@ class ModelConfig:
     dtype: str = "float32"
     stored_bytes: int = 0
     stored_quantization: str = ""
+    vision: VisionConfig | None = None
 
     @property
     def softmax_scale(self) -> float:

@@ -828,6 +828,15 @@ FLAGS: tuple[Flag, ...] = (
         "server.trust_request_chat_template",
         switch=True,
     ),
+    Flag(
+        "hosts that images in requests are fetched from; images come as data: URLs otherwise",
+        SERVER,
+        "--allowed-media-domains",
+        "--allowed-media-domains",
+        "server.allowed_media_domains",
+        words_or_json_list,
+        many=True,
+    ),
     Flag("ASGI middleware", SERVER, "--middleware", unsupported=NOT_BUILT),
     Flag("no warm-up", SERVER, "", "--skip-server-warmup", switch=True, unsupported=NOT_BUILT),
     Flag("watchdog", SERVER, "", "--watchdog-timeout", unsupported="/health reports a stalled engine after 60 s"),
@@ -1561,7 +1570,7 @@ def _settle_adapters(dialect: Dialect, settings: dict[str, Any]) -> None:
 
 
 def _settle_access(settings: dict[str, Any]) -> None:
-    for name in ("allowed_origins", "allowed_methods", "allowed_headers"):
+    for name in ("allowed_origins", "allowed_methods", "allowed_headers", "allowed_media_domains"):
         if f"server.{name}" in settings:
             settings[f"server.{name}"] = tuple(word for words in settings[f"server.{name}"] for word in words)
     keys = list(settings.get("server.api_keys", ()))

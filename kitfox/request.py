@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import hashlib
 import math
 import time
 from typing import Literal
@@ -209,6 +210,17 @@ class RequestStatus(enum.Enum):
     FINISHED = enum.auto()
 
 
+class ImageTile(msgspec.Struct, frozen=True, gc=False):
+    """A square of an image, and where in the prompt its tokens begin.
+
+    Attributes:
+        pixels: [S, S, 3] bytes: rows of red, green and blue.
+    """
+
+    start: int
+    pixels: bytes
+
+
 class EngineRequest(msgspec.Struct, kw_only=True, omit_defaults=True):
     """What crosses from the front end to the engine core: one answer to one checked prompt.
 
@@ -222,6 +234,7 @@ class EngineRequest(msgspec.Struct, kw_only=True, omit_defaults=True):
         priority: lower runs first under the priority policy; also weighs radix eviction.
         cache_salt: requests with different salts never share KV.
         adapter_id: of the LoRA adapter that answers; 0 is the model alone.
+        tiles: of the images in the prompt, by their places.
     """
 
     request_id: str
@@ -234,6 +247,7 @@ class EngineRequest(msgspec.Struct, kw_only=True, omit_defaults=True):
     leader_id: str | None = None
     pooling: Pooling | None = None
     adapter_id: int = 0
+    tiles: list[ImageTile] = []
 
 
 class Request:
@@ -273,6 +287,7 @@ class Request:
         "status",
         "stop_reason",
         "stop_token_ids",
+        "tiles",
         "unreported",
         "unsent",
     )
@@ -288,8 +303,12 @@ class Request:
         self.priority = source.priority
         self.adapter_id = source.adapter_id
         self.cache_salt = source.cache_salt
-        if source.adapter_id:  # what an adapter computed is nobody else's; no client's salt begins like this
-            self.cache_salt = f"\0{source.adapter_id}\0{source.cache_salt or ''}"
+        self.tiles = source.tiles
+        if source.adapter_id or source.tiles:
+            # What an adapter computed is nobody else's, nor what was read of other images: their tokens are the same.
+            # No client's salt begins like this.
+            images = hashlib.sha256(msgspec.msgpack.encode(source.tiles)).hexdigest() if source.tiles else ""
+            self.cache_salt = f"\0{source.adapter_id}\0{images}\0{source.cache_salt or ''}"
         self.leader_id = source.leader_id
         self.pooling = source.pooling
         self.arrival_time_s = source.arrival_time_s or time.monotonic()
@@ -325,6 +344,10 @@ class Request:
         """Most tokens this request can come to hold."""
         assert self.sampling.max_tokens is not None
         return self.num_prompt_tokens + self.sampling.max_tokens
+
+    def starts_of_tiles(self, start: int, end: int) -> list[int]:
+        """Where tiles begin among the tokens [start, end)."""
+        return [tile.start for tile in self.tiles if start <= tile.start < end]
 
     @property
     def is_finished(self) -> bool:

@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from kitfox.config import Pooling
 from kitfox.outputs import TokenLogprobs
-from kitfox.request import SamplingParams
+from kitfox.request import ImageTile, SamplingParams
 
 FilledBitmasks = Callable[[], dict[str, npt.NDArray[np.int32]]]
 """Waits for the bitmasks of a step: request id to the tokens it may choose, [1 + drafts, ceil(V / 32)], one bit each. A
@@ -36,6 +36,7 @@ class NewRequest(msgspec.Struct, frozen=True, kw_only=True, gc=False):
         stop_token_ids: what min_tokens masks.
         pooling: how to make a vector of the prompt's hidden states; None samples tokens.
         adapter_id: of the LoRA adapter that computes it; 0 is none.
+        tiles: of the images in it.
     """
 
     request_id: str
@@ -47,6 +48,7 @@ class NewRequest(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     block_ids: list[int]
     pooling: Pooling | None = None
     adapter_id: int = 0
+    tiles: list[ImageTile] = []
 
 
 class CachedRequest(msgspec.Struct, frozen=True, kw_only=True, gc=False):

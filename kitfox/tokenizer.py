@@ -32,6 +32,9 @@ _LLAMA3_SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
     r"|\s+(?!\S)|\s+"
 )
+# Templates that walk through a message's parts; those that know text as well ask whether it is a string.
+_TEXTS = re.compile(r"\bis\s+(not\s+)?string\b")
+_PARTS = re.compile(r"""\bfor\s+\w+\s+in\s+\w+(\[['"]content['"]\]|\.content\b)""")
 _QWEN2_SPLIT = _LLAMA3_SPLIT.replace(r"\p{N}{1,3}", r"\p{N}")
 _BYTE_LEVEL_PRE = {
     "smollm": "smollm",
@@ -171,7 +174,8 @@ class Tokenizer:
         """The prompt text of a conversation.
 
         Args:
-            messages: OpenAI's form; content that is a list of text parts is joined by newlines.
+            messages: OpenAI's form; content that is a list of text parts is joined by newlines. Parts of type "image"
+                are for templates that print something in their places.
             continue_final_message: end inside the last message, so that the model continues it; then no generation
                 prompt is added.
             template: replaces the model's own for this call.
@@ -181,7 +185,7 @@ class Tokenizer:
             RequestError: there is no template, it refuses the messages, or content is not text.
         """
         options = {"add_generation_prompt": add_generation_prompt, "continue_final_message": continue_final_message}
-        return self._render(_flatten(messages), template, kwargs, None, **options)
+        return self._render(_join_texts(messages), template, kwargs, None, **options)
 
     def encode_chat(
         self,
@@ -202,7 +206,7 @@ class Tokenizer:
             render: renders the template in place of this process.
         """
         options = {"add_generation_prompt": add_generation_prompt, "continue_final_message": continue_final_message}
-        messages = _flatten(messages)
+        messages = _join_texts(messages)
         texts = "\0".join(_strings([messages, kwargs]))
         written = self._specials_in(texts)
         if not written:
@@ -250,7 +254,7 @@ class Tokenizer:
             add_generation_prompt = False
             messages, end = _with_end_mark(messages)
         values = {**self._named_tokens, **variables, "add_generation_prompt": add_generation_prompt}
-        values["messages"] = messages
+        values["messages"] = _as_parts(messages) if _PARTS.search(source) and not _TEXTS.search(source) else messages
         try:
             text = self._compile(source).render(**values) if render is None else render(source, values)
         except KitfoxError:
@@ -366,14 +370,25 @@ def _require_unicode(text: str) -> None:
         raise RequestError(f"text holds a lone surrogate ({code} at character {error.start})", param="prompt") from None
 
 
-def _flatten(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    flat = []
+def _join_texts(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The same messages, where content that is a list has an image among its parts."""
+    joined = []
     for message in messages:
         content = message.get("content")
-        if isinstance(content, list):
+        if isinstance(content, list) and {"type": "image"} not in content:
             message = {**message, "content": "\n".join(_part_text(part) for part in content)}
-        flat.append(message)
-    return flat
+        joined.append(message)
+    return joined
+
+
+def _as_parts(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The same messages, with content that is a text as a list of one part."""
+    return [
+        {**message, "content": [{"type": "text", "text": message["content"]}]}
+        if isinstance(message.get("content"), str)
+        else message
+        for message in messages
+    ]
 
 
 def _part_text(part: Any) -> str:

@@ -59,6 +59,7 @@ SAMPLES: dict[str, tuple[str, object]] = {
     "server.api_keys": ("secret", ("secret",)),
     "server.admin_api_key": ("secret", "secret"),
     "server.allowed_origins": ("https://here", ("https://here",)),
+    "server.allowed_media_domains": ("here.example", ("here.example",)),
     "server.allowed_methods": ("GET", ("GET",)),
     "server.allowed_headers": ("x-mine", ("x-mine",)),
     "server.ssl_keyfile_password": ("secret", "secret"),

@@ -24,6 +24,8 @@ class ForwardBatch:
         query_start_loc: [R + 1] int32, exclusive prefix sum of query lengths.
         kv_caches: one per layer, from `Kernels.make_kv_cache`.
         adapter_rows: adapters by id, and the rows that go through them.
+        image_rows: rows that are read of images, [n] int64, with what they are in place of their tokens' embeddings,
+            [n, hidden]; None where there are none.
         features: [T, F], where the model keeps what its `feature_layers` read; None if it has none.
     """
 
@@ -37,6 +39,7 @@ class ForwardBatch:
     attention: AttentionBackend
     features: Tensor | None = None
     adapter_rows: Sequence[tuple[int, slice]] = ()
+    image_rows: tuple[Tensor, Tensor] | None = None
 
 
 class HeadNorm(Protocol):

@@ -35,7 +35,7 @@ from kitfox.errors import (
     ShuttingDownError,
 )
 from kitfox.outputs import EngineOutput, EngineOutputs, EngineStats, RequestOutput
-from kitfox.request import FinishReason, SamplingParams
+from kitfox.request import FinishReason, ImageTile, SamplingParams
 from kitfox.structured_output.vocabulary import Vocabulary
 from kitfox.tokenizer import load_tokenizer
 from kitfox.tracing import TraceEvent, Tracer
@@ -196,11 +196,12 @@ class AsyncLLM:
         cache_salt: str | None = None,
         pooling: Pooling | None = None,
         adapter: str | None = None,
+        tiles: list[ImageTile] | None = None,
     ) -> AsyncIterator[RequestOutput]:
         """Check a request, hand it to the engine, and return the stream of its deltas.
 
         With `pooling` the one delta is an embedding, and sampling.max_tokens is 0. `adapter` is the name of one that is
-        loaded.
+        loaded, `tiles` are of the images in the prompt.
 
         Leaving the stream early (or cancelling the task that reads it) aborts the request.
 
@@ -218,6 +219,7 @@ class AsyncLLM:
             cache_salt=cache_salt,
             pooling=pooling,
             adapter_id=0 if adapter is None else self._adapter(adapter).adapter_id,
+            tiles=tiles,
         )
         scheduler = self.config.scheduler
         room = scheduler.max_num_seqs + scheduler.max_num_queued_requests - self._output_processor.num_unfinished

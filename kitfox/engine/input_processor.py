@@ -11,7 +11,7 @@ import msgspec
 from kitfox.config import EngineConfig, ModelConfig, Pooling
 from kitfox.engine.stop_regex import StopAutomaton
 from kitfox.errors import ContextLengthError, InvalidParameterError
-from kitfox.request import MAX_SEED, EngineRequest, SamplingParams
+from kitfox.request import MAX_SEED, EngineRequest, ImageTile, SamplingParams
 
 if TYPE_CHECKING:
     from kitfox.tokenizer import Tokenizer
@@ -78,13 +78,20 @@ class InputProcessor:
         cache_salt: str | None = None,
         pooling: Pooling | None = None,
         adapter_id: int = 0,
+        tiles: list[ImageTile] | None = None,
     ) -> list[EngineRequest]:
         """One engine request for each of the n answers.
+
+        Args:
+            tiles: of the images in the prompt.
 
         Raises:
             ContextLengthError: prompt plus max_tokens exceeds the context or the whole KV cache.
             InvalidParameterError: a token id outside the vocabulary, too many logprobs, an over-long salt.
         """
+        if tiles and sampling.truncate_prompt_tokens is not None:
+            given = sampling.truncate_prompt_tokens
+            raise InvalidParameterError("truncate_prompt_tokens", "must not be given with images", given)
         prompt_token_ids = truncated_prompt(
             prompt_token_ids,
             sampling.truncate_prompt_tokens,
@@ -133,6 +140,7 @@ class InputProcessor:
                 leader_id=None if index == 0 else request_id,
                 pooling=pooling,
                 adapter_id=adapter_id,
+                tiles=tiles or [],
             )
             for index in range(sampling.n)
         ]

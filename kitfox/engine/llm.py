@@ -17,17 +17,20 @@ from kitfox.config import (
     SchedulerConfig,
     SpeculationConfig,
     StructuredOutputConfig,
+    VisionConfig,
 )
 from kitfox.engine.client import InProcessClient
 from kitfox.engine.input_processor import EngineLimits, InputProcessor
 from kitfox.engine.output_processor import OutputProcessor, error_of
 from kitfox.errors import ConfigError, InvalidParameterError
+from kitfox.images import CutImage, cut_image, place_images, read_data_url, require_pillow
 from kitfox.outputs import CompletionOutput, EngineStats, RequestOutput
-from kitfox.request import EngineRequest, SamplingParams
+from kitfox.request import EngineRequest, ImageTile, SamplingParams
 from kitfox.structured_output.vocabulary import Vocabulary
 from kitfox.tokenizer import load_tokenizer
 
 Prompt = str | list[int] | dict[str, Any]
+NO_TILES: list[ImageTile] = []
 
 
 class LLM:
@@ -102,7 +105,21 @@ class LLM:
         Raises:
             RequestError: one of the prompts or its parameters is wrong; none is then started.
         """
-        encoded = [self._encode(prompt) for prompt in _several(prompts)]
+        encoded = [(*self._encode(prompt), NO_TILES) for prompt in _several(prompts)]
+        return self._generate(
+            encoded, sampling_params, use_tqdm=use_tqdm, priority=priority, cache_salt=cache_salt, adapter=adapter
+        )
+
+    def _generate(
+        self,
+        encoded: Sequence[tuple[str | None, list[int], list[ImageTile]]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        *,
+        use_tqdm: bool,
+        priority: Sequence[int] | None = None,
+        cache_salt: str | None = None,
+        adapter: str | None = None,
+    ) -> list[RequestOutput]:
         wanted = sampling_params or SamplingParams(**self.default_sampling_params)
         params = _one_for_each(wanted, len(encoded), "sampling_params")
         priorities = _one_for_each(priority or 0, len(encoded), "priority")
@@ -110,7 +127,7 @@ class LLM:
             raise InvalidParameterError("adapter", "must be one that is loaded", adapter)
         adapter_id = 0 if adapter is None else self._adapters[adapter]
         checked = []
-        for (text, token_ids), sampling, rank in zip(encoded, params, priorities, strict=True):
+        for (text, token_ids, tiles), sampling, rank in zip(encoded, params, priorities, strict=True):
             self._num_requests += 1
             requests = self._input_processor.process(
                 token_ids,
@@ -119,6 +136,7 @@ class LLM:
                 priority=rank,
                 cache_salt=cache_salt,
                 adapter_id=adapter_id,
+                tiles=tiles,
             )
             checked.append((requests, sampling, text))
         return self._answer(checked, use_tqdm)
@@ -150,10 +168,35 @@ class LLM:
         use_tqdm: bool = True,
         **template_options: Any,
     ) -> list[RequestOutput]:
-        """Answer one conversation or several; the model's chat template makes the prompts."""
+        """Answer one conversation or several; the model's chat template makes the prompts.
+
+        Args:
+            messages: OpenAI's form. Images are parts of type "image_url" with a data: URL.
+
+        Raises:
+            RequestError: one of them is wrong; none is then started.
+        """
         conversations = messages if messages and isinstance(messages[0], list) else [messages]
-        prompts = [self.tokenizer.encode_chat(list(c), **template_options) for c in conversations]  # type: ignore[arg-type]
-        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
+        encoded = [self._encode_chat(list(c), template_options) for c in conversations]  # type: ignore[arg-type]
+        return self._generate(encoded, sampling_params, use_tqdm=use_tqdm)
+
+    def _encode_chat(
+        self, messages: list[dict[str, Any]], template_options: dict[str, Any]
+    ) -> tuple[None, list[int], list[ImageTile]]:
+        vision = self.model_config.vision
+        if vision is None:
+            return None, self.tokenizer.encode_chat(messages, **template_options), NO_TILES
+        require_pillow()
+        images: list[CutImage] = []
+        shown = []
+        for position, message in enumerate(messages):
+            content = message.get("content")
+            if isinstance(content, list):
+                place = f"messages[{position}].content"
+                message = {**message, "content": [_read_part(part, vision, images, place) for part in content]}
+            shown.append(message)
+        token_ids = self.tokenizer.encode_chat(shown, **template_options)
+        return None, *place_images(token_ids, images, self.tokenizer, vision)
 
     def embed(
         self,
@@ -260,6 +303,16 @@ def config_from_options(model: str, options: dict[str, Any]) -> EngineConfig:
     if values:
         raise ConfigError(f"unknown option {sorted(values)[0]!r}", param=sorted(values)[0])
     return EngineConfig(**sections)
+
+
+def _read_part(part: Any, vision: VisionConfig, images: list[CutImage], place: str) -> Any:
+    """A part of a message as templates know it; an image is added to `images`."""
+    if not isinstance(part, dict) or part.get("type") != "image_url":
+        return part
+    url = part.get("image_url")
+    url = url.get("url") if isinstance(url, dict) else url
+    images.append(cut_image(read_data_url(str(url), place), vision, place))
+    return {"type": "image"}
 
 
 def _several(prompts: Prompt | Sequence[Prompt]) -> Sequence[Any]:

@@ -214,6 +214,7 @@ class Scheduler:
                     block_ids=allocation.block_ids,
                     pooling=request.pooling,
                     adapter_id=request.adapter_id,
+                    tiles=request.tiles,
                 )
             )
             request.unsent = []
@@ -237,7 +238,12 @@ class Scheduler:
         threshold = self.config.long_prefill_token_threshold
         if threshold and len(self.running) + len(self.waiting) > 1:
             num_tokens = min(num_tokens, threshold)
-        return min(num_tokens, step.token_budget)
+        num_tokens = min(num_tokens, step.token_budget)
+        if request.tiles and self.config.enable_chunked_prefill:
+            # Encoding a tile takes longer than computing its tokens: a step takes on one, or others would wait for all.
+            later = request.starts_of_tiles(num_computed, num_computed + num_tokens)[1:]
+            num_tokens = min([num_tokens, *(start - num_computed for start in later)])
+        return num_tokens
 
     def _admission_order(self) -> list[Request]:
         if self.config.policy != "lpm" or len(self.waiting) > LPM_WINDOW:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from kitfox.config import Pooling
-from kitfox.request import SamplingParams
+from kitfox.request import ImageTile, SamplingParams
 from kitfox.sampling.sampler import is_plain_greedy
 from kitfox.step import CachedRequest, NewRequest, SchedulerOutput
 
@@ -34,6 +34,8 @@ class RequestRow:
     num_drafts: int = 0  # guesses behind its tokens, in this step
     pooling: Pooling | None = None
     adapter_id: int = 0
+    tiles: Sequence[ImageTile] = ()
+    encoded_tiles: dict[int, torch.Tensor] = field(default_factory=dict)  # by their starts, as long as they are needed
     hidden_sum: torch.Tensor | None = None  # of the tokens computed so far, for mean pooling
 
 
@@ -119,6 +121,7 @@ class InputBatch:
             wants_more=new.sampling.reports_logprobs or new.pooling is not None,
             pooling=new.pooling,
             adapter_id=new.adapter_id,
+            tiles=new.tiles,
         )
 
     def _seed_of(self, request_id: str) -> int:

@@ -15,6 +15,7 @@ from kitfox.executor.step_program import StepProgram
 from kitfox.kernels.native import NativeKernels
 from kitfox.models import Model
 from kitfox.outputs import TokenLogprobs
+from kitfox.request import ImageTile
 from kitfox.sampling.native_sampler import NativeSampler
 from kitfox.sampling.sampler import Sampler, SamplingRow, prompt_logprobs
 from kitfox.step import BlockCopy, FilledBitmasks, ModelRunnerOutput, SchedulerOutput
@@ -49,6 +50,7 @@ class ModelRunner:
         self.device = model.kernels.device
         self.attention = make_attention_backend(model.kernels)
         self.description = "eager steps"
+        self._tokens_per_tile = 0 if model.config.vision is None else model.config.vision.tokens_per_tile
         self.on_states: Callable[[StepInputs, torch.Tensor], None] | None = None
         self._enforce_eager = enforce_eager
         self.use_kv_caches(kv_caches)
@@ -86,7 +88,7 @@ class ModelRunner:
             return ModelRunnerOutput()
         step = self.input_batch.gather(scheduled)
         batch = self._forward_batch(step)
-        hidden = self.forward(batch, captured=not batch.adapter_rows)
+        hidden = self.forward(batch, captured=not batch.adapter_rows and batch.image_rows is None)
         if self.on_states is not None:
             self.on_states(step, hidden if batch.features is None else batch.features)
         wanting = [index for index, row in enumerate(step.rows) if row.wants_more]
@@ -134,7 +136,38 @@ class ModelRunner:
             attention=self.attention,
             features=self._features(len(step.token_ids)),
             adapter_rows=_adapter_rows(step),
+            image_rows=self._image_rows(step),
         )
+
+    def _image_rows(self, step: StepInputs) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Rows of the step that are read of images, and what they are; a tile is encoded when its first row comes."""
+        rows: list[int] = []
+        embeddings: list[torch.Tensor] = []
+        for index, row in enumerate(step.rows):
+            if not row.tiles:
+                continue
+            begin, end = step.num_computed_tokens[index], int(step.seq_lens[index])
+            first_row = int(step.query_start_loc[index]) - begin
+            for tile in row.tiles:
+                encoded = row.encoded_tiles.get(tile.start)
+                if encoded is None and begin < tile.start + self._tokens_per_tile and tile.start < end:
+                    encoded = row.encoded_tiles[tile.start] = self._encode(tile)
+                if encoded is None:
+                    continue
+                start, stop = max(begin, tile.start), min(end, tile.start + len(encoded))
+                rows += range(first_row + start, first_row + stop)
+                embeddings.append(encoded[start - tile.start : stop - tile.start])
+                if stop == tile.start + len(encoded):
+                    del row.encoded_tiles[tile.start]
+        if not rows:
+            return None
+        return torch.tensor(rows, device=self.device), torch.cat(embeddings)
+
+    def _encode(self, tile: ImageTile) -> torch.Tensor:
+        assert self.model.config.vision is not None
+        size = self.model.config.vision.image_size
+        pixels = torch.frombuffer(bytearray(tile.pixels), dtype=torch.uint8).view(size, size, 3)
+        return self.model.embed_tile(pixels.to(self.device))
 
     def _features(self, num_tokens: int) -> torch.Tensor | None:
         size = len(self.model.feature_layers) * self.model.config.hidden_size

@@ -44,8 +44,8 @@ class Kernels(ABC):
         """
 
     @abstractmethod
-    def adapter_matrix(self, weight: Tensor) -> Matrix:
-        """A matrix of an adapter, as `matrix`, but in floats whatever form the model's own have."""
+    def float_matrix(self, weight: Tensor) -> Matrix:
+        """As `matrix`, but in floats whatever form the model's own have: of an adapter, or of an image encoder."""
 
     @abstractmethod
     def vector(self, weight: Tensor) -> Tensor:

@@ -111,7 +111,7 @@ class NativeKernels(Kernels):
         weight = weight.contiguous()
         return self._pack_int8(weight) if self._int8 else self._pack_floats(weight)
 
-    def adapter_matrix(self, weight: Tensor) -> PackedMatrix:
+    def float_matrix(self, weight: Tensor) -> PackedMatrix:
         return self._pack_floats(weight.float().contiguous())
 
     def _pack_floats(self, weight: Tensor) -> PackedMatrix:

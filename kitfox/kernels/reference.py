@@ -192,11 +192,20 @@ def act_and_mul(gate: Tensor, up: Tensor, act: str) -> Tensor:
     Raises:
         UnsupportedModelError: act is none of them.
     """
+    return (activation(act)(gate.float()) * up.float()).to(gate.dtype)
+
+
+def activation(act: str) -> Callable[[Tensor], Tensor]:
+    """The function "silu", "gelu" or "gelu_pytorch_tanh".
+
+    Raises:
+        UnsupportedModelError: act is none of them.
+    """
     if act not in _ACTIVATIONS:
         raise UnsupportedModelError(
             f"hidden_act must be one of {', '.join(_ACTIVATIONS)}. Given: {act!r}", param="hidden_act"
         )
-    return (_ACTIVATIONS[act](gate.float()) * up.float()).to(gate.dtype)
+    return _ACTIVATIONS[act]
 
 
 def embedding(ids: Tensor, weight: Tensor) -> Tensor:

@@ -36,7 +36,7 @@ class TorchKernels(Kernels):
             return quantize(weight.to(self.device))
         return weight.to(self.device, self.activation_dtype, copy=True)
 
-    def adapter_matrix(self, weight: Tensor) -> Matrix:
+    def float_matrix(self, weight: Tensor) -> Matrix:
         return weight.to(self.device, self.activation_dtype, copy=True)
 
     def vector(self, weight: Tensor) -> Tensor:

@@ -13,16 +13,18 @@ class Linear(nn.Module):
 
     Attributes:
         adapters: down [r, I] and up [O, r] of each, by its id.
+        in_floats: its weight is kept in floats whatever form the model's own have.
     """
 
     weight: Matrix
     bias: Tensor | None
 
-    def __init__(self, in_size: int, out_size: int, *, bias: bool, kernels: Kernels):
+    def __init__(self, in_size: int, out_size: int, *, bias: bool, in_floats: bool = False, kernels: Kernels):
         super().__init__()
         self.kernels = kernels
         self.weight = place(out_size, in_size)
         self.bias = place(out_size) if bias else None
+        self.in_floats = in_floats
         self.adapters: dict[int, tuple[Matrix, Matrix]] = {}
         self.shape = out_size, in_size
 

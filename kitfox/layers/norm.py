@@ -1,7 +1,8 @@
-"""RMSNorm."""
+"""The norms."""
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor, nn
 
 from kitfox.kernels.interface import Kernels
@@ -22,3 +23,20 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.kernels.rms_norm(x, self.weight, self.eps, offset=self.offset)
+
+
+class LayerNorm(nn.Module):
+    """Makes the last dimension's mean 0 and its variance 1, in float32."""
+
+    weight: Tensor
+    bias: Tensor
+
+    def __init__(self, size: int, eps: float):
+        super().__init__()
+        self.weight = place(size)
+        self.bias = place(size)
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        shape = (x.shape[-1],)
+        return torch.layer_norm(x.float(), shape, self.weight.float(), self.bias.float(), self.eps).to(x.dtype)

@@ -7,6 +7,7 @@ from kitfox.errors import UnsupportedModelError
 from kitfox.kernels.interface import Kernels
 from kitfox.models.decoder import Model
 from kitfox.models.gemma3 import Gemma3Model
+from kitfox.models.idefics3 import Idefics3Model
 from kitfox.models.llama import LlamaModel
 from kitfox.models.qwen2 import Qwen2Model
 from kitfox.models.qwen3 import Qwen3Model
@@ -19,6 +20,8 @@ ARCHITECTURES: dict[str, type[Model]] = {
     "Qwen2ForCausalLM": Qwen2Model,
     "Qwen3ForCausalLM": Qwen3Model,
     "Gemma3ForCausalLM": Gemma3Model,
+    "Idefics3ForConditionalGeneration": Idefics3Model,
+    "SmolVLMForConditionalGeneration": Idefics3Model,
 }
 
 

@@ -18,7 +18,7 @@ from kitfox.kernels.interface import Kernels
 from kitfox.kernels.quantized import QuantizedWeight
 from kitfox.layers.embedding import Embedding
 from kitfox.layers.linear import Linear
-from kitfox.layers.norm import RMSNorm
+from kitfox.layers.norm import LayerNorm, RMSNorm
 from kitfox.layers.weights import empty_places
 
 SHOWN_NAMES = 5
@@ -53,6 +53,10 @@ class Model(nn.Module, ABC):
         """[T] int64 to [T, hidden]."""
         return self.embed_tokens(token_ids)
 
+    def embed_tile(self, pixels: Tensor) -> Tensor:
+        """A square of an image, [S, S, 3] uint8, as the model reads it in place of tokens' embeddings: [n, hidden]."""
+        raise NotImplementedError(f"{type(self).__name__} reads no images: the front end lets none in")
+
     def table_of(self, layer: int) -> Tensor:
         """The rotary table of a layer."""
         return self.rotary_table
@@ -61,6 +65,9 @@ class Model(nn.Module, ABC):
         """The hidden states after the final norm, [T, hidden]."""
         self.kernels.adapter_rows = batch.adapter_rows
         x = self.embed(batch.token_ids)
+        if batch.image_rows is not None:
+            rows, embeddings = batch.image_rows
+            x = x.index_copy(0, rows, embeddings.to(x.dtype))
         for index, layer in enumerate(self.layers):
             if index in self.feature_layers:
                 assert batch.features is not None
@@ -91,7 +98,7 @@ class Model(nn.Module, ABC):
             if given != layer.shape:
                 raise WeightsError(f"the adapter's {name} is {list(given)}, the model's {list(layer.shape)}")
         for name, (down, up) in matrices.items():
-            made = self.kernels.adapter_matrix(down), self.kernels.adapter_matrix(up)
+            made = self.kernels.float_matrix(down), self.kernels.float_matrix(up)
             linears[name].adapters[adapter_id] = made
 
     def remove_adapter(self, adapter_id: int) -> None:
@@ -148,6 +155,8 @@ class Model(nn.Module, ABC):
     def _fill(self, layer: nn.Module, attribute: str, tensor: Tensor | QuantizedWeight) -> None:
         if isinstance(tensor, Tensor) and tensor.dim() == 1:
             setattr(layer, attribute, self.kernels.vector(tensor))
+        elif isinstance(tensor, Tensor) and isinstance(layer, Linear) and layer.in_floats:
+            setattr(layer, attribute, self.kernels.float_matrix(tensor.flatten(1)))
         else:
             setattr(layer, attribute, self.kernels.matrix(tensor, is_head=layer is self.lm_head))
 
@@ -163,5 +172,7 @@ class Model(nn.Module, ABC):
         for layer, attribute, shape in empty_places(self).values():
             if isinstance(layer, RMSNorm):
                 self._fill(layer, attribute, torch.full(shape, 1.0 - layer.offset))
+            elif isinstance(layer, LayerNorm):
+                self._fill(layer, attribute, torch.full(shape, 1.0 if attribute == "weight" else 0.0))
             else:
                 self._fill(layer, attribute, torch.empty(shape).normal_(0, 0.02, generator=generator))

@@ -10,7 +10,15 @@ import msgspec
 from fastapi import FastAPI, Request, Response
 
 from kitfox.errors import InvalidParameterError, KitfoxError, RequestError, UnsupportedParameterError
-from kitfox.server.conversation import ChatMessage, ContentPart, FunctionCall, FunctionSpec, Tool, ToolCall
+from kitfox.server.conversation import (
+    ChatMessage,
+    ContentPart,
+    ForeignImage,
+    FunctionCall,
+    FunctionSpec,
+    Tool,
+    ToolCall,
+)
 from kitfox.server.generation import Generator, Respond, required_model
 from kitfox.server.logs import current_request
 from kitfox.server.openai import ChatRequest, GenerationFields, OpenAIService, Reply, encode_messages
@@ -54,6 +62,15 @@ STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_
 # ---- what clients send ----------------------------------------------------------------------------------------------
 
 
+class MediaSource(msgspec.Struct, kw_only=True):
+    """What an image block shows: `data` in base64, or what is at a URL."""
+
+    type: str
+    media_type: str | None = None
+    data: str | None = None
+    url: str | None = None
+
+
 class Block(msgspec.Struct, kw_only=True):
     """A content block of any type; which fields it needs depends on `type`. Prefixes are cached without being asked."""
 
@@ -66,6 +83,7 @@ class Block(msgspec.Struct, kw_only=True):
     input: dict[str, Any] | None = None
     tool_use_id: str | None = None
     content: str | list[Block] | None = None
+    source: MediaSource | None = None
     cache_control: dict[str, Any] | None = None
 
 
@@ -207,6 +225,8 @@ def _chat_messages(message: Message, place: str) -> list[ChatMessage]:
 
 
 def _user_message(block: Block, place: str) -> ChatMessage:
+    if block.type == "image":
+        return ChatMessage(role="user", content=[_image_part(block, place)])
     if block.type != "tool_result":
         return ChatMessage(role="user", content=[_text_part(block, place)])
     if block.tool_use_id is None:
@@ -229,6 +249,14 @@ def _assistant_message(block: Block, place: str) -> ChatMessage:
     assert block.name is not None
     call = ToolCall(id=block.id, function=FunctionCall(name=block.name, arguments=block.input or {}))
     return ChatMessage(role="assistant", tool_calls=[call])
+
+
+def _image_part(block: Block, place: str) -> ContentPart:
+    source = block.source or MediaSource(type="base64")
+    if source.type not in ("base64", "url"):
+        raise InvalidParameterError(f"{place}.source.type", 'must be "base64" or "url"', source.type)
+    url = source.url if source.type == "url" else f"data:{source.media_type};base64,{source.data or ''}"
+    return ForeignImage(type="image_url", image_url=url, param=place, kind="image")
 
 
 def _text_part(block: Block, place: str) -> ContentPart:

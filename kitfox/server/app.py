@@ -35,6 +35,7 @@ from kitfox.server.conversation import ChatDialect
 from kitfox.server.embeddings import add_embedding_routes
 from kitfox.server.files import FileStore, add_file_routes
 from kitfox.server.generation import Answer, Generator, check_model, loaded_adapters, served_model_names
+from kitfox.server.images import ImageReader
 from kitfox.server.logs import RequestLog, RequestRecord, current_request
 from kitfox.server.metrics import ServerMetrics
 from kitfox.server.missing import why_missing
@@ -122,7 +123,9 @@ def make_app(llm: AsyncLLM, options: ServerOptions | None = None) -> FastAPI:
     app.state.large_bodies = Turns()
     dialect = ChatDialect.choose(llm.tokenizer, options.tool_call_parser, options.reasoning_parser)
     renderer = TemplateRenderer() if options.trust_request_chat_template else None
-    generator = Generator(llm, metrics, dialect, strict=options.strict, renderer=renderer)
+    vision = llm.model_config.vision
+    images = None if vision is None else ImageReader(llm.tokenizer, vision, options.allowed_media_domains)
+    generator = Generator(llm, metrics, dialect, strict=options.strict, renderer=renderer, images=images)
     _add_generation_routes(app, generator, max_body_bytes)
     anthropic.add_routes(app, generator, max_body_bytes, _respond)
     responses.add_routes(app, generator, max_body_bytes, _respond)

@@ -15,7 +15,9 @@ import msgspec
 
 from kitfox.constraint import Alternatives, AnyText, Constraint, Reasoning
 from kitfox.errors import ConfigError, InvalidParameterError, RequestError, UnsupportedParameterError
+from kitfox.request import ImageTile
 from kitfox.server.generation import ENCODE_IN_THREAD_CHARS
+from kitfox.server.images import ImageReader, ImageSource
 from kitfox.server.parsers import (
     REASONING_MARKS,
     TOOL_CALL_PARSERS,
@@ -46,9 +48,28 @@ _LAST_TOKENS = 16  # of a prompt: enough to hold the mark that opens or closes r
 # ---- what clients send ----------------------------------------------------------------------------------------------
 
 
-class ContentPart(msgspec.Struct, kw_only=True):
+class ImageUrl(msgspec.Struct, kw_only=True):
+    """`detail` is read by nobody: the model decides how many tokens an image takes."""
+
+    url: str
+    detail: str | None = None
+
+
+class ContentPart(msgspec.Struct, kw_only=True, omit_defaults=True):
     type: str | None = None
     text: str | None = None
+    image_url: ImageUrl | str | None = None
+
+
+class ForeignImage(ContentPart, kw_only=True):
+    """An image of another protocol.
+
+    Attributes:
+        param: what the part is called there. kind: its type there.
+    """
+
+    param: str
+    kind: str
 
 
 class FunctionCall(msgspec.Struct, kw_only=True):
@@ -381,10 +402,15 @@ class ChatDialect:
 # ---- messages -------------------------------------------------------------------------------------------------------
 
 
-def make_messages(messages: Sequence[ChatMessage], dialect: ChatDialect) -> list[dict[str, Any]]:
+def make_messages(
+    messages: Sequence[ChatMessage], dialect: ChatDialect, sources: list[ImageSource] | None = None
+) -> list[dict[str, Any]]:
     """Messages for a chat template: text parts joined by newlines, "developer" called "system".
 
-    The deprecated `function_call` and role "function" become what replaced them.
+    The deprecated `function_call` and role "function" become what replaced them. Content with images stays a list.
+
+    Args:
+        sources: where to put the images, in order; None refuses them.
     """
     if not messages:
         raise InvalidParameterError("messages", "must have at least one message", [])
@@ -400,7 +426,10 @@ def make_messages(messages: Sequence[ChatMessage], dialect: ChatDialect) -> list
             raise InvalidParameterError(f"{place}.prefix", "must only be true of the last message", True)
         if message.content is None and not calls:
             raise InvalidParameterError(f"{place}.content", "must be text or a list of text parts", None)
-        content = None if message.content is None else _join_parts(message.content, f"{place}.content")
+        content: str | list[dict[str, Any]] | None = message.content if isinstance(message.content, str) else None
+        if isinstance(message.content, list):
+            takes_images = sources if message.role == "user" else None
+            content = _join_parts(message.content, f"{place}.content", message.role, takes_images)
         role = {"developer": "system", "function": "tool"}.get(message.role, message.role)
         entry: dict[str, Any] = {"role": role, "content": content}
         if content is None and not dialect.null_content:
@@ -459,17 +488,46 @@ def _arguments_of(call: FunctionCall) -> CallArguments | str:
     return CallArguments(value) if isinstance(value, dict) else call.arguments
 
 
-def _join_parts(content: str | list[ContentPart], place: str) -> str:
-    if isinstance(content, str):
-        return content
-    texts = []
-    for part in content:
+def _join_parts(
+    content: list[ContentPart], place: str, role: str, sources: list[ImageSource] | None
+) -> str | list[dict[str, Any]]:
+    """Text, or a list of parts where there are images, which are added to `sources`; None refuses them."""
+    parts: list[dict[str, Any]] = []
+    for position, part in enumerate(content):
+        if part.type == "image_url":
+            named, kind = f"{place}[{position}]", part.type
+            if isinstance(part, ForeignImage):
+                named, kind = part.param, part.kind
+            if sources is None:
+                why = "this model reads no images" if role == "user" else f"images of the {role} are not read"
+                raise UnsupportedParameterError(f"{named}.type", f"{kind!r} is not supported: {why}")
+            url = part.image_url.url if isinstance(part.image_url, ImageUrl) else part.image_url
+            if not url:
+                raise InvalidParameterError(f"{named}.image_url", "must have a url", url)
+            sources.append(ImageSource(url, named))
+            parts.append({"type": "image"})
+            continue
         if part.type != "text":
-            raise InvalidParameterError(f"{place}.type", 'must be "text"', part.type)
+            known = '"text"' if sources is None else '"text" or "image_url"'
+            raise InvalidParameterError(f"{place}.type", f"must be {known}", part.type)
         if part.text is None:
             raise InvalidParameterError(f"{place}.text", "must be a string", None)
-        texts.append(part.text)
-    return "\n".join(texts)
+        parts.append({"type": "text", "text": part.text})
+    if any(part["type"] == "image" for part in parts):
+        return parts
+    return "\n".join(part["text"] for part in parts)
+
+
+def _text_of(content: str | list[dict[str, Any]] | None) -> str:
+    if isinstance(content, list):
+        return "\n".join(part["text"] for part in content if part["type"] == "text")
+    return content or ""
+
+
+def _put_before(text: str, content: str | list[dict[str, Any]] | None) -> str | list[dict[str, Any]]:
+    if isinstance(content, list):
+        return [{"type": "text", "text": text}, *content]
+    return text + (content or "")
 
 
 # ---- what templates without tools are given -------------------------------------------------------------------------
@@ -503,7 +561,7 @@ def _add_description(messages: list[dict[str, Any]], description: str) -> None:
     if place is None:
         messages.insert(0, {"role": "system", "content": description})
     else:
-        messages[place] = messages[place] | {"content": f"{description}\n\n{messages[place]['content']}"}
+        messages[place] = messages[place] | {"content": _put_before(f"{description}\n\n", messages[place]["content"])}
 
 
 def _without_calls(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -511,7 +569,7 @@ def _without_calls(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     made: list[dict[str, Any]] = []
     follows_result = False
     for message in messages:
-        text = message["content"] or ""
+        text = _text_of(message["content"])
         if message["role"] == "tool":
             text = f"Result of {message.get('name', 'the function')}:\n{text}"
             message = {"role": "user", "content": text}
@@ -519,7 +577,7 @@ def _without_calls(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
             calls = [json.dumps(call["function"], ensure_ascii=False) for call in message["tool_calls"]]
             message = {"role": "assistant", "content": "\n".join([text, *calls] if text else calls)}
         if follows_result and message["role"] == "user":
-            made[-1]["content"] += f"\n{text}"
+            made[-1]["content"] = _put_before(made[-1]["content"] + "\n", message["content"])
         else:
             made.append(message)
             follows_result = text.startswith("Result of ") and message["role"] == "user" and message["content"] == text
@@ -536,10 +594,12 @@ class ChatPrompt:
     Attributes:
         reasoning: whether it may come ("ahead"), the prompt ends inside of it, or it is over; "none" in a dialect
             without.
+        tiles: of the images in it.
     """
 
     token_ids: list[int]
     reasoning: ReasoningState = "none"
+    tiles: list[ImageTile] = dataclasses.field(default_factory=list)
 
     def reasoning_before(self, dialect: ChatDialect) -> Reasoning | None:
         """The reasoning that may come before an answer that has to have a form."""
@@ -576,6 +636,7 @@ async def encode_conversation(
     calling: Calling = NO_CALLING,
     template_kwargs: dict[str, Any] | None = None,
     renderer: TemplateRenderer | None = None,
+    images: ImageReader | None = None,
 ) -> ChatPrompt:
     """Token ids of a conversation through the model's chat template, or the request's own.
 
@@ -583,12 +644,14 @@ async def encode_conversation(
         dialect: as the template that is used shows it.
         template_kwargs: variables for the template that the request does not set itself.
         renderer: of templates from requests.
+        images: reads those of the conversation; None where the model reads none.
 
     Raises:
         RequestError: a message is not acceptable, flags contradict each other, or the template refuses.
     """
     given = source.messages or []
-    messages = make_messages(given, dialect)
+    sources: list[ImageSource] = []
+    messages = make_messages(given, dialect, None if images is None else sources)
     continues = source.continue_final_message or given[-1].prefix
     add_generation_prompt = source.add_generation_prompt
     if add_generation_prompt is None:
@@ -626,14 +689,19 @@ async def encode_conversation(
             messages, add_generation_prompt=add_generation_prompt, continue_final_message=continues, **kwargs
         )
 
-    size = sum(len(message["content"] or "") for message in messages) + len(msgspec.json.encode(calling.tools))
+    cut = await images.read(sources) if images is not None else []
+    size = sum(len(_text_of(message["content"])) for message in messages) + len(msgspec.json.encode(calling.tools))
     if own is not None and renderer is not None:
         token_ids = await renderer.run(encode)
     elif size > ENCODE_IN_THREAD_CHARS:
         token_ids = await asyncio.to_thread(encode)
     else:
         token_ids = encode()
-    return ChatPrompt(token_ids, _reasoning_state(tokenizer, dialect, token_ids, messages[-1] if continues else None))
+    tiles: list[ImageTile] = []
+    if images is not None:
+        token_ids, tiles = images.place(token_ids, cut)
+    state = _reasoning_state(tokenizer, dialect, token_ids, messages[-1] if continues else None)
+    return ChatPrompt(token_ids, state, tiles)
 
 
 def _reasoning_state(

@@ -28,7 +28,7 @@ from kitfox.errors import (
     UnsupportedParameterError,
 )
 from kitfox.outputs import RequestOutput
-from kitfox.request import MAX_N, FinishReason, SamplingParams
+from kitfox.request import MAX_N, FinishReason, ImageTile, SamplingParams
 from kitfox.server.logs import current_request
 from kitfox.server.metrics import RequestObserver, ServerMetrics
 
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 
     from kitfox.engine.async_llm import AsyncLLM
     from kitfox.server.conversation import ChatDialect
+    from kitfox.server.images import ImageReader
     from kitfox.server.templates import TemplateRenderer
     from kitfox.tokenizer import Tokenizer
 
@@ -132,10 +133,11 @@ def check_takes_adapters(llm: AsyncLLM, param: str) -> None:
 
 @dataclass(frozen=True)
 class Prompt:
-    """Token ids for the engine, and the text they came from (None when the client sent ids)."""
+    """Token ids for the engine, the text they came from (None when the client sent ids), and tiles of its images."""
 
     token_ids: list[int]
     text: str | None
+    tiles: list[ImageTile] = field(default_factory=list)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -227,7 +229,7 @@ def truncated(prompt: Prompt, fields: _HasTruncation, *, max_tokens: int | None,
     token_ids = truncated_prompt(
         prompt.token_ids, kept, fields.truncation_side, max_tokens=max_tokens, max_model_len=max_model_len
     )
-    return Prompt(token_ids, None)
+    return Prompt(token_ids, None, prompt.tiles)
 
 
 # ---- the engine's side ----------------------------------------------------------------------------------------------
@@ -266,9 +268,14 @@ class Generator:
         *,
         strict: bool = False,
         renderer: TemplateRenderer | None = None,
+        images: ImageReader | None = None,
     ):
-        """`strict` refuses what would be listed as ignored; `renderer` takes templates from requests, None refuses."""
+        """`strict` refuses what would be listed as ignored; `renderer` takes templates from requests, None refuses.
+
+        `images` reads those of chats; None where the model reads none.
+        """
         self.llm = llm
+        self.images = images
         self._renderer = renderer
         self.strict = strict
         self.dialect = dialect
@@ -356,6 +363,7 @@ class OpenStreams:
                     cache_salt=job.cache_salt_of(index),
                     pooling=job.pooling,
                     adapter=job.adapter_of(index),
+                    tiles=prompt.tiles,
                 )
                 self._streams.append(stream)
                 self._unfinished.add(index)

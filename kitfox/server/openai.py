@@ -294,7 +294,9 @@ async def encode_messages(generator: Generator, source: ChatRequest | TokenizeRe
         dialect = generator.dialect.showing(source.chat_template)
         renderer = generator.renderer_of(source.chat_template)
         tokenizer = generator.llm.tokenizer
-        prompt = await encode_conversation(tokenizer, dialect, source, calling, renderer=renderer)
+        prompt = await encode_conversation(
+            tokenizer, dialect, source, calling, renderer=renderer, images=generator.images
+        )
     return prompt.token_ids
 
 
@@ -309,7 +311,8 @@ async def _encode_chat(generator: Generator, fields: ChatRequest) -> tuple[ChatP
         unused.append("tools[].function.strict")
     if generator.strict:
         refuse_ignored(unused)
-    prompt = await encode_conversation(generator.llm.tokenizer, dialect, fields, calling, kwargs, renderer)
+    tokenizer = generator.llm.tokenizer
+    prompt = await encode_conversation(tokenizer, dialect, fields, calling, kwargs, renderer, generator.images)
     return prompt, calling, unused
 
 
@@ -874,7 +877,7 @@ class OpenAIService:
             client_id,
             ignored + unused,
             model,
-            self._truncated([Prompt(prompt.token_ids, None)], fields, sampling),
+            self._truncated([Prompt(prompt.token_ids, None, prompt.tiles)], fields, sampling),
             sampling,
             make_parser=make_parser,
             include_reasoning=fields.include_reasoning,

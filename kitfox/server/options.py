@@ -33,6 +33,7 @@ class ServerOptions:
         profile_dir: folder that /stop_profile writes into; "" is a fresh temporary one each time.
         storage_dir: folder of files and batches, for this server alone; "" is `storage` in the cache folder.
         trust_request_chat_template: take chat templates from requests.
+        allowed_media_domains: hosts that images of requests are fetched from; others must come as data URLs.
         tool_call_parser, reasoning_parser: how answers to chats are read: a parser's name, "auto" (as the model's chat
             template says) or "none".
         otlp_traces_endpoint: URL that gets a span of each request; "" is none.
@@ -65,6 +66,7 @@ class ServerOptions:
     profile_dir: str = ""
     strict: bool = False
     trust_request_chat_template: bool = False
+    allowed_media_domains: tuple[str, ...] = ()
     tool_call_parser: str = "auto"
     reasoning_parser: str = "auto"
     otlp_traces_endpoint: str = ""

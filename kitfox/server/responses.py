@@ -20,7 +20,15 @@ from fastapi import FastAPI, Request, Response
 from starlette.convertors import StringConvertor, register_url_convertor
 
 from kitfox.errors import InvalidParameterError, KitfoxError, RequestError, UnsupportedParameterError
-from kitfox.server.conversation import ChatMessage, ContentPart, FunctionCall, FunctionSpec, Tool, ToolCall
+from kitfox.server.conversation import (
+    ChatMessage,
+    ContentPart,
+    ForeignImage,
+    FunctionCall,
+    FunctionSpec,
+    Tool,
+    ToolCall,
+)
 from kitfox.server.generation import Generator, Respond
 from kitfox.server.openai import ChatRequest, GenerationFields, OpenAIService, Reply, encode_messages
 from kitfox.server.structured import ResponseFormat
@@ -61,6 +69,8 @@ class ItemPart(msgspec.Struct, kw_only=True, omit_defaults=True):
 
     type: str
     text: str | None = None
+    image_url: str | None = None
+    detail: str | None = None
     annotations: list[Any] | None = None
     logprobs: list[Any] | None = None
 
@@ -187,8 +197,12 @@ def _checked_item(item: Item, place: str) -> Item:
 
 
 def _check_part(part: ItemPart, place: str) -> None:
+    if part.type == "input_image" and part.image_url is not None:
+        return
     if part.type not in ("input_text", "output_text", "text", "reasoning_text", "summary_text"):
-        raise UnsupportedParameterError(f"{place}.type", f"{part.type[:40]!r} is not supported; only text is")
+        raise UnsupportedParameterError(
+            f"{place}.type", f"{part.type[:40]!r} is not supported; only text and input_image with an image_url are"
+        )
     if part.text is None:
         raise InvalidParameterError(f"{place}.text", "must be a string", None)
 
@@ -228,7 +242,12 @@ def _chat_content(content: str | list[ItemPart] | None) -> str | list[ContentPar
 
 def _text_parts(content: str | list[ItemPart] | None) -> list[ContentPart]:
     assert not isinstance(content, str), "items have been checked, and have parts"
-    return [ContentPart(type="text", text=part.text) for part in content or []]
+    return [
+        ContentPart(type="text", text=part.text)
+        if part.type != "input_image"
+        else ForeignImage(type="image_url", image_url=part.image_url, param="input.content", kind=part.type)
+        for part in content or []
+    ]
 
 
 def make_chat(fields: ResponsesRequest, context: list[Item]) -> ChatRequest:

@@ -598,7 +598,7 @@ def _model_info(llm: AsyncLLM) -> dict[str, Any]:
         "load_format": config.load_format,
         "architectures": [llm.model_config.architecture],
         "max_model_len": llm.max_model_len,
-        "has_image_understanding": False,
+        "has_image_understanding": llm.model_config.vision is not None,
         "has_audio_understanding": False,
     }
 

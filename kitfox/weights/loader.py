@@ -51,7 +51,9 @@ _GGUF_GEMMA_BLOCK = {
 _GGML_F32 = 0
 _GGUF_NOT_WEIGHTS = frozenset({"rope_freqs.weight"})  # read as rope scaling by model_config
 _NOT_TEXT = re.compile(r"^(model\.)?(vision_tower|multi_modal_projector)\.|\.rotary_emb\.inv_freq$")
-_MULTIMODAL_PREFIX = re.compile(r"^(language_model\.model\.|model\.language_model\.|language_model\.(?=lm_head\.))")
+_MULTIMODAL_PREFIX = re.compile(
+    r"^(language_model\.model\.|model\.language_model\.|model\.text_model\.|language_model\.(?=lm_head\.))"
+)
 
 
 @overload
@@ -77,8 +79,8 @@ def iter_weights(
         keep_quantized: yield matrices of the block formats in `GGUF_FORMATS` as `QuantizedWeight`.
 
     Yields:
-        safetensors in the dtype they are stored in; GGUF as float32, unless `keep_quantized` says otherwise. The vision
-        part of a multimodal checkpoint and old checkpoints' inv_freq buffers are left out.
+        safetensors in the dtype they are stored in; GGUF as float32, unless `keep_quantized` says otherwise. Gemma's
+        vision part and old checkpoints' inv_freq buffers are left out.
 
     Raises:
         WeightsError: a file or shard is missing or damaged, or a GGUF tensor has a name that is not known.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import dataclasses
 import json
 import math
 import struct
@@ -12,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from kitfox.config import HeadConfig, ModelConfig, ModelOptions, RopeScaling
+from kitfox.config import HeadConfig, ModelConfig, ModelOptions, RopeScaling, VisionConfig
 from kitfox.errors import ConfigError, InvalidParameterError, UnsupportedModelError, WeightsError
 from kitfox.gguf_metadata import GGML_QUANTIZATIONS, GgufMetadata, GgufTensor
 from kitfox.request import SamplingParams
@@ -23,7 +24,10 @@ SUPPORTED_ARCHITECTURES = (
     "Qwen2ForCausalLM",
     "Qwen3ForCausalLM",
     "Gemma3ForCausalLM",
+    "Idefics3ForConditionalGeneration",
+    "SmolVLMForConditionalGeneration",
 )
+_IDEFICS3 = ("Idefics3ForConditionalGeneration", "SmolVLMForConditionalGeneration")
 _GGUF_ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
     "mistral": "MistralForCausalLM",
@@ -67,8 +71,10 @@ def read_model_config(path: Path) -> ModelConfig:
     config = _read_json(path / "config.json")
     if not config:
         raise WeightsError(f"{path} has no config.json, so nothing says what model it is")
-    config = _text_config(config)
-    return _from_json(config, _read_json(path / "generation_config.json"), _stored_bytes(path))
+    generation = _read_json(path / "generation_config.json")
+    if config.get("architectures", [])[:1] in [[name] for name in _IDEFICS3]:
+        return _from_idefics3(config, generation, path)
+    return _from_json(_text_config(config), generation, _stored_bytes(path))
 
 
 def read_head_config(path: Path) -> HeadConfig:
@@ -209,6 +215,62 @@ def _from_json(config: Mapping[str, Any], generation: Mapping[str, Any], stored_
         dtype=str(config.get("dtype") or config.get("torch_dtype") or "float32").removeprefix("torch."),
         stored_bytes=stored_bytes,
     )
+
+
+def _from_idefics3(config: Mapping[str, Any], generation: Mapping[str, Any], path: Path) -> ModelConfig:
+    """A Llama that reads images through an encoder of SigLIP's kind."""
+    architecture = config["architectures"][0]
+    text, vision = config.get("text_config") or {}, config.get("vision_config") or {}
+    if text.get("model_type", "llama") != "llama":
+        raise UnsupportedModelError(
+            f"{architecture} must have a text model of Llama's kind. Given: {text['model_type']}"
+        )
+    outer = ("eos_token_id", "bos_token_id", "torch_dtype", "dtype", "tie_word_embeddings", "quantization_config")
+    given = {key: config[key] for key in outer if config.get(key) is not None}
+    defaults = {"rms_norm_eps": 1e-5, "tie_word_embeddings": False}
+    model = _from_json(
+        {**defaults, **text, **given, "architectures": ["LlamaForCausalLM"]}, generation, _stored_bytes(path)
+    )
+    preprocessing = _read_json(path / "preprocessor_config.json") or _read_json(path / "processor_config.json").get(
+        "image_processor", {}
+    )
+
+    def need(source: Mapping[str, Any], key: str, where: str) -> Any:
+        if source.get(key) is None:
+            raise WeightsError(f"{where} of {architecture} has no {key!r}")
+        return source[key]
+
+    image_size = need(vision, "image_size", "vision_config")
+    tile_size = (preprocessing.get("max_image_size") or {}).get("longest_edge", image_size)
+    if tile_size != image_size:
+        raise UnsupportedModelError(
+            f"max_image_size of preprocessor_config.json must be the vision_config's {image_size}. Given: {tile_size}"
+        )
+    for key in ("do_convert_rgb", "do_resize", "do_rescale", "do_normalize"):
+        if not preprocessing.get(key, True):
+            raise UnsupportedModelError(f"{key} of preprocessor_config.json must be true. Given: false")
+    found = VisionConfig(
+        hidden_size=vision.get("hidden_size", 1152),
+        intermediate_size=vision.get("intermediate_size", 3072),
+        num_layers=vision.get("num_hidden_layers", 12),
+        num_heads=vision.get("num_attention_heads", 16),
+        image_size=image_size,
+        patch_size=need(vision, "patch_size", "vision_config"),
+        scale_factor=config.get("scale_factor", 2),
+        image_token_id=need(config, "image_token_id", "config.json"),
+        longest_edge=(preprocessing.get("size") or {}).get("longest_edge", 4 * image_size),
+        splits=preprocessing.get("do_image_splitting", True),
+        mean=tuple(preprocessing.get("image_mean", (0.5, 0.5, 0.5))),
+        std=tuple(preprocessing.get("image_std", (0.5, 0.5, 0.5))),
+        layer_norm_eps=vision.get("layer_norm_eps", 1e-6),
+        hidden_act=vision.get("hidden_act", "gelu_pytorch_tanh"),
+    )
+    sides = (found.patch_size, found.patch_size * found.scale_factor)
+    if any(found.image_size % side for side in sides) or found.hidden_size % found.num_heads:
+        raise UnsupportedModelError(
+            f"{architecture}: tiles of {found.image_size} pixels are not whole patches of {sides}"
+        )
+    return dataclasses.replace(model, architecture=architecture, vision=found)
 
 
 def _refuse_variants(config: Mapping[str, Any]) -> None:

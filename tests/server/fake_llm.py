@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import codecs
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -23,7 +23,7 @@ from kitfox.errors import (
     ShuttingDownError,
 )
 from kitfox.outputs import CompletionOutput, EngineStats, RequestOutput, RequestTimings, TokenLogprobs
-from kitfox.request import FinishReason, SamplingParams
+from kitfox.request import FinishReason, ImageTile, SamplingParams
 from kitfox.tracing import TraceEvent, Tracer
 
 VOCAB_SIZE = 260
@@ -218,7 +218,9 @@ class FakeAsyncLLM:
         cache_salt: str | None = None,
         pooling: Pooling | None = None,
         adapter: str | None = None,
+        tiles: Sequence[ImageTile] = (),
     ) -> AsyncIterator[RequestOutput]:
+        assert not tiles, "this model reads no images"
         if self.health == "draining":
             raise ShuttingDownError("the server is shutting down")
         if self.refusal is not None:

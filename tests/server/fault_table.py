@@ -207,7 +207,9 @@ def _chat_rows() -> Iterator[Fault]:
     mixed = [{"role": "system", "content": [text]}, *user("Hi"), {"role": "assistant", "content": [text, text]}]
     yield _good_chat("parts and texts in turns", "C53", messages=[*mixed, *user([text])])
     yield _good_chat("parts of the assistant", "C53", messages=[*mixed[1:], *user("Hi")])
-    for kind in ("image_url", "input_audio", "video_url", "file", "refusal", "wizard"):
+    picture = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
+    yield _bad_chat("part image_url", "C53", "messages[0].content[1].type", messages=user([text, picture]))
+    for kind in ("input_audio", "video_url", "file", "refusal", "wizard"):
         part = {"type": kind, kind: {"url": "x"}}
         yield _bad_chat(f"part {kind}", "C53", "messages[0].content.type", messages=user([text, part]))
     for part, param in (

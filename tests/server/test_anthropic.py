@@ -229,7 +229,7 @@ def test_what_is_refused(fields: dict[str, Any], status: int, kind: str, needle:
 @pytest.mark.parametrize(
     ("role", "block", "place"),
     [
-        ("user", {"type": "image", "source": {"type": "base64", "data": ""}}, "messages[0].content[0].type 'image'"),
+        ("user", {"type": "image", "source": {"type": "file"}}, "messages[0].content[0].source.type"),
         ("user", {"type": "document"}, "messages[0].content[0].type"),
         ("user", {"type": "text"}, "messages[0].content[0].text"),
         ("user", {"type": "tool_result", "content": "x"}, "messages[0].content[0].tool_use_id"),
@@ -250,6 +250,13 @@ def test_blocks_that_are_refused(role: str, block: dict[str, Any], place: str) -
     with pytest.raises(RequestError) as caught:
         make_chat(request)
     assert caught.value.message.startswith(place)
+
+
+def test_images_are_refused_where_the_model_reads_none() -> None:
+    block = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "AAAA"}}
+    response = send(FakeAsyncLLM(), "POST", MESSAGES, HELLO | {"messages": [{"role": "user", "content": [block]}]})
+    assert response.status_code == 400
+    assert response.json()["error"]["message"].startswith("messages[0].content[0].type 'image' is not supported")
 
 
 def test_a_full_queue_is_overloaded() -> None:
