@@ -283,7 +283,7 @@ def token_budget(config: EngineConfig, model: ModelConfig, device_type: str) -> 
 
 
 def count_parameters(model: ModelConfig) -> int:
-    """Elements of all weights of a decoder of the Llama, Qwen or Gemma 3 kind."""
+    """Elements of all weights of a decoder of the Llama, Qwen or Gemma 3 kind, with its eyes if it has any."""
     hidden, query, kv = model.hidden_size, model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
     gemma = model.architecture.startswith("Gemma3")
     attention = hidden * (query + 2 * kv) + query * hidden
@@ -293,7 +293,17 @@ def count_parameters(model: ModelConfig) -> int:
     mlp = 3 * hidden * model.intermediate_size + (2 * model.intermediate_size + hidden) * model.mlp_bias
     norms = (4 if gemma else 2) * hidden
     embeddings = model.vocab_size * hidden * (1 if model.tie_word_embeddings else 2)
-    return embeddings + model.num_layers * (attention + mlp + norms) + hidden
+    return embeddings + model.num_layers * (attention + mlp + norms) + hidden + _count_vision(model)
+
+
+def _count_vision(model: ModelConfig) -> int:
+    vision = model.vision
+    if vision is None:
+        return 0
+    size, inner = vision.hidden_size, vision.intermediate_size
+    embeddings = size * (3 * vision.patch_size**2 + 1) + size * vision.patches_per_side**2
+    layer = 4 * size * (size + 1) + 2 * size * inner + inner + size + 4 * size
+    return embeddings + vision.num_layers * layer + 2 * size + model.hidden_size * size * vision.scale_factor**2
 
 
 def _weights_bytes(precision: Precision, model: ModelConfig, num_parameters: int) -> int:

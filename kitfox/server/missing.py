@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 _FIXED_WEIGHTS = "weights stay as they were loaded"
-_TEXT_ONLY = "models here read and write text only"
+_NO_AUDIO = "models here neither hear nor speak"
 _EMBEDDINGS = "use /v1/embeddings"
 _NO_CLASSIFIERS = "classifiers are not served; /v1/score with label_token_ids gives probabilities of labels"
 _OPENAI_CHATS = "use /v1/chat/completions"
@@ -22,9 +22,9 @@ REASONS: dict[str, str] = {
     "/init_weights_update_group": _FIXED_WEIGHTS,
     "/destroy_weights_update_group": _FIXED_WEIGHTS,
     "/get_weights_by_name": _FIXED_WEIGHTS,
-    "/v1/audio/transcriptions": _TEXT_ONLY,
-    "/v1/audio/translations": _TEXT_ONLY,
-    "/v1/realtime": _TEXT_ONLY,
+    "/v1/audio/transcriptions": _NO_AUDIO,
+    "/v1/audio/translations": _NO_AUDIO,
+    "/v1/realtime": _NO_AUDIO,
     "/classify": _NO_CLASSIFIERS,
     "/v1/classify": _NO_CLASSIFIERS,
     "/pooling": _EMBEDDINGS,

@@ -25,6 +25,7 @@ from kitfox.images import MAX_PIXELS, CutImage, cut_image, place_images, read_da
 from kitfox.kernels import library
 from kitfox.models.idefics3 import Idefics3Model
 from kitfox.outputs import RequestOutput
+from kitfox.plan import count_parameters
 from kitfox.request import SamplingParams
 from kitfox.server.images import MAX_FETCHED_BYTES, ImageReader, ImageSource
 from kitfox.tokenizer import load_tokenizer
@@ -120,8 +121,10 @@ def test_states_of_a_tile_equal_transformers(folder: Path, theirs: transformers.
 
 @pytest.mark.parametrize("name", ["Idefics3ForConditionalGeneration", "SmolVLMForConditionalGeneration"])
 def test_both_architectures_load(name: str, tmp_path: Path) -> None:
-    write_vision_model(tmp_path, architecture=name)
-    assert load_ours(tmp_path).config.architecture == name
+    theirs = write_vision_model(tmp_path, architecture=name)
+    config = load_ours(tmp_path).config
+    assert config.architecture == name
+    assert count_parameters(config) == theirs.num_parameters()
 
 
 @dataclass(frozen=True)
