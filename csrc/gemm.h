@@ -13,6 +13,7 @@
 #include <array>
 #include <utility>
 
+#include "amx.h"
 #include "ops.h"
 #include "program.h"
 #include "simd.h"
@@ -62,6 +63,8 @@ struct TileInputs {
   const float* x;      // [rows, K], for float formats
   const Codes* codes;  // for kGrouped
   Prefetch next;
+  int64_t rows;             // of a tile in tile registers; the others know them at compile time
+  const uint8_t* unpacked;  // likewise, weights of 4 bits as bytes: [panels][K * 16]
 };
 using TileFunction = void (*)(const TileInputs&, float* out);
 constexpr int MAX_TILE_ROWS = 12;
@@ -251,10 +254,322 @@ void grouped_tile(const TileInputs& in, float* out) {
   }
 }
 
-// The functions of one format: [V - 1][R - 1].
+// Which phase of which tile of rows this thread works on: within one nobody writes what its ops read, so what a thread has
+// made of an operand is good for all tasks of the same time.
+inline thread_local uint64_t phase_time = 0;
+
+#ifdef KF_AMX_TARGET
+// Scales of codes as tiles in tile registers want them, [groups][16] for each 16 rows; rows that are not there have zeros.
+struct RowScales {
+  std::vector<int32_t> start;  // -zero * sum
+  std::vector<float> scale, scaled_sum;
+
+  void take(const Codes& codes, int32_t zero, int64_t rows, int64_t groups) {
+    const int64_t size = (rows + amx::ROWS - 1) / amx::ROWS * amx::ROWS * groups;
+    start.assign(size, 0);
+    scale.assign(size, 0);
+    scaled_sum.assign(size, 0);
+    for (int64_t row = 0; row < rows; ++row) {
+      const int64_t from = row * groups, to = row / amx::ROWS * amx::ROWS * groups + row % amx::ROWS;
+      for (int64_t g = 0; g < groups; ++g) {
+        start[to + g * amx::ROWS] = -zero * codes.sum[from + g];
+        scale[to + g * amx::ROWS] = codes.scale[from + g];
+        scaled_sum[to + g * amx::ROWS] = codes.scaled_sum[from + g];
+      }
+    }
+  }
+};
+
+// Those of an operand, made once for all tasks that this thread has of a phase.
+inline const RowScales& row_scales(const Weight& weight, const Codes& codes, int64_t rows, int64_t groups) {
+  struct Kept : RowScales {
+    const void* of = nullptr;
+    int32_t zero = 0;
+    uint64_t time = 0;
+  };
+  thread_local Kept kept;
+  if (kept.of != codes.codes || kept.zero != weight.zero || kept.time != phase_time) {
+    kept.take(codes, weight.zero, rows, groups);
+    kept.of = codes.codes;
+    kept.zero = weight.zero;
+    kept.time = phase_time;
+  }
+  return kept;
+}
+
+// Up to 16 rows by one panel of one or two, in tile registers. While they work on one group, what the dot products of an
+// earlier one add up to is scaled and summed as in grouped_tile.
+template <int BITS, int GROUP, ScaleType S, bool MINIMUM>
+struct AmxTile {
+  static constexpr int64_t SCALE_BYTES = S == ScaleType::kFloat16 ? 32 : 64;
+
+  int64_t groups;
+  const int8_t* inputs;   // [rows][groups * GROUP]
+  const uint8_t* bytes;   // weights, one each
+  const uint8_t* scales;  // of the weights' groups
+  const int32_t* start;   // of the rows, [groups][16], as are the next two
+  const float* scale;
+  const float* scaled_sum;
+  Prefetch next;
+  alignas(64) int32_t dots[amx::DEPTH][amx::ROWS][PANEL_CHANNELS];
+
+  AmxTile(const TileInputs& in, const RowScales& rows, int64_t panel)
+      : groups((in.weight->num_columns + GROUP - 1) / GROUP),
+        inputs(in.codes->codes + in.first_row * groups * GROUP),
+        start(rows.start.data() + in.first_row * groups),
+        scale(rows.scale.data() + in.first_row * groups),
+        scaled_sum(rows.scaled_sum.data() + in.first_row * groups),
+        next(in.next) {
+    const uint8_t* stored = in.weight->panels + (in.first_panel + panel) * in.weight->panel_bytes;
+    bytes = BITS == 8 ? stored : in.unpacked + panel * groups * GROUP * PANEL_CHANNELS;
+    scales = stored + groups * PANEL_CHANNELS * GROUP * BITS / 8;
+    next.at += panel * next.panel_bytes;
+  }
+
+  template <int SLOT>
+  KF_AMX_TARGET KF_INLINE void multiply(int64_t g) {
+    if (g >= groups) return;
+    amx::multiply<SLOT>(inputs + g * GROUP, groups * GROUP, bytes + g * GROUP * PANEL_CHANNELS, dots[SLOT]);
+  }
+
+  template <int SLOT>
+  KF_AMX_TARGET KF_INLINE void add(int64_t g, simd::f32 (&acc)[amx::ROWS]) {
+    if (g >= groups) return;
+    for (int64_t line = 0; line < next.step; line += 64) __builtin_prefetch(next.at + line, 0, 2);
+    next.at += next.step;
+    simd::f32 w_scale = simd::zero(), w_minimum = simd::zero();
+    if constexpr (S != ScaleType::kChannel) {
+      w_scale = load_scale<S>(scales + g * SCALE_BYTES);
+      if constexpr (MINIMUM) w_minimum = load_scale<S>(scales + (groups + g) * SCALE_BYTES);
+    }
+    const int64_t at = g * amx::ROWS;
+#pragma GCC unroll 16
+    for (int r = 0; r < amx::ROWS; ++r) {
+      simd::i32 dot = {_mm512_load_si512(dots[SLOT][r])};
+      if constexpr (!MINIMUM) dot.v = _mm512_add_epi32(dot.v, _mm512_set1_epi32(start[at + r]));
+      const simd::f32 y = simd::to_f32(dot), x_scale = simd::set1(scale[at + r]);
+      if constexpr (S == ScaleType::kChannel) {
+        acc[r] = simd::fma(y, x_scale, acc[r]);
+      } else {
+        acc[r] = simd::fma(simd::mul(y, x_scale), w_scale, acc[r]);
+      }
+      if constexpr (MINIMUM) acc[r] = simd::fma(w_minimum, simd::set1(scaled_sum[at + r]), acc[r]);
+    }
+  }
+
+  KF_AMX_TARGET KF_INLINE void run(simd::f32 (&acc)[amx::ROWS]) {
+#pragma GCC unroll 16
+    for (int r = 0; r < amx::ROWS; ++r) acc[r] = simd::zero();
+    multiply<0>(0);
+    multiply<1>(1);
+    multiply<2>(2);
+    for (int64_t g = 0; g < groups; g += amx::DEPTH) {
+      multiply<3>(g + 3);
+      add<0>(g, acc);
+      multiply<0>(g + 4);
+      add<1>(g + 1, acc);
+      multiply<1>(g + 5);
+      add<2>(g + 2, acc);
+      multiply<2>(g + 6);
+      add<3>(g + 3, acc);
+    }
+  }
+};
+
+template <int BITS, int GROUP, ScaleType S, bool MINIMUM>
+KF_AMX_TARGET void amx_tile(const TileInputs& in, int64_t panels, const RowScales& rows, float* out) {
+  for (int64_t v = 0; v < panels; ++v) {
+    AmxTile<BITS, GROUP, S, MINIMUM> tile(in, rows, v);
+    simd::f32 acc[amx::ROWS];
+    tile.run(acc);
+#pragma GCC unroll 16
+    for (int r = 0; r < amx::ROWS; ++r) {
+      if (r < in.rows) simd::store(out + (r * panels + v) * simd::LANES, acc[r]);
+    }
+  }
+}
+
+// Activations as two bfloat16 each, whose sum is the float32 to within 2^-17 of itself: tile registers multiply them with
+// weights of bfloat16 exactly. [PARTS][rows][K].
+struct SplitRows {
+  static constexpr int PARTS = 2;
+
+  uint16_t* parts = nullptr;
+  int64_t stride = 0;          // between parts
+  std::vector<float> numbers;  // the same as float32, of few rows
+
+  void take(const float* x, int64_t rows, int64_t k) {
+    stride = rows * k;
+    memory_.resize(PARTS * stride + 32);
+    // At a cache line: loads of tiles take seven times as long where each of their rows lies across two.
+    parts = reinterpret_cast<uint16_t*>((reinterpret_cast<uintptr_t>(memory_.data()) + 63) / 64 * 64);
+    for (int64_t i = 0; i < stride; i += simd::LANES) {  // K is a multiple of 32
+      simd::f32 rest = simd::load(x + i);
+      for (int64_t part = 0; part < PARTS; ++part) {
+        uint16_t* to = parts + part * stride + i;
+        simd::store_bf16(to, rest);
+        rest = simd::sub(rest, simd::load_bf16(to));
+      }
+    }
+    numbers.resize(rows <= FEW_ROWS ? PARTS * stride : 0);
+    for (size_t i = 0; i < numbers.size(); i += simd::LANES) simd::store(numbers.data() + i, simd::load_bf16(parts + i));
+  }
+
+  // So few rows wait for weights, which come sooner where no tile is loaded: vectors do for them what tiles do.
+  static constexpr int64_t FEW_ROWS = 4;
+
+ private:
+  std::vector<uint16_t> memory_;
+};
+
+inline const SplitRows& split_rows(const float* x, int64_t rows, int64_t k) {
+  struct Kept : SplitRows {
+    const float* of = nullptr;
+    uint64_t time = 0;
+  };
+  thread_local Kept kept;
+  if (kept.of != x || kept.time != phase_time) {
+    kept.take(x, rows, k);
+    kept.of = x;
+    kept.time = phase_time;
+  }
+  return kept;
+}
+
+constexpr int64_t AMX_COLUMNS = 32;  // of bfloat16 in a row of a tile
+
+// Up to 16 rows by one or two panels of bfloat16. The parts have sums of their own, which no part waits for, and are added
+// at the end; each goes along K in order.
+template <int PANELS>
+KF_AMX_TARGET void amx_bf16_tile(const TileInputs& in, const SplitRows& x, float* out) {
+  const int64_t k = in.weight->num_columns;
+  const uint8_t* weights = in.weight->panels + in.first_panel * in.weight->panel_bytes;
+  const uint16_t* high = x.parts + in.first_row * k;
+  Prefetch next = in.next;
+  KF_AMX_ZERO(0);
+  KF_AMX_ZERO(1);
+  if constexpr (PANELS == 2) KF_AMX_ZERO(2);
+  if constexpr (PANELS == 2) KF_AMX_ZERO(3);
+  for (int64_t column = 0; column < k; column += AMX_COLUMNS) {
+    // A quarter of what is fetched behind each step, so that it does not come between the weights at hand.
+    const int64_t lines = next.step / 64;
+    auto fetch = [&](int64_t quarter) __attribute__((always_inline)) {
+      for (int64_t line = lines * quarter / 4; line < lines * (quarter + 1) / 4; ++line) {
+#pragma GCC unroll 2
+        for (int v = 0; v < PANELS; ++v) __builtin_prefetch(next.at + v * next.panel_bytes + 64 * line, 0, 2);
+      }
+    };
+    KF_AMX_LOAD(6, weights + column * 32, 64);
+    KF_AMX_LOAD(4, high + column, 2 * k);
+    fetch(0);
+    KF_AMX_ADD_BF16(0, 4, 6);
+    KF_AMX_LOAD(5, high + x.stride + column, 2 * k);
+    fetch(1);
+    KF_AMX_ADD_BF16(1, 5, 6);
+    if constexpr (PANELS == 2) KF_AMX_LOAD(7, weights + in.weight->panel_bytes + column * 32, 64);
+    fetch(2);
+    if constexpr (PANELS == 2) {
+      KF_AMX_ADD_BF16(2, 4, 7);
+      KF_AMX_ADD_BF16(3, 5, 7);
+    }
+    fetch(3);
+    next.at += next.step;
+  }
+  constexpr int64_t OUT_BYTES = PANELS * PANEL_CHANNELS * sizeof(float);
+  alignas(64) float low[amx::ROWS * PANELS * PANEL_CHANNELS];
+  KF_AMX_STORE(0, out, OUT_BYTES);
+  KF_AMX_STORE(1, low, OUT_BYTES);
+  if constexpr (PANELS == 2) KF_AMX_STORE(2, out + PANEL_CHANNELS, OUT_BYTES);
+  if constexpr (PANELS == 2) KF_AMX_STORE(3, low + PANEL_CHANNELS, OUT_BYTES);
+  for (int64_t i = 0; i < in.rows * PANELS * PANEL_CHANNELS; i += simd::LANES) {
+    simd::store(out + i, simd::add(simd::load(out + i), simd::load(low + i)));
+  }
+}
+
+// What amx_bf16_tile makes of R rows, with the same bits: an instruction on tiles sums the even and the odd ones of 32
+// columns apart, from zero on, and adds their sum to what was there; denormals are zeros to it.
+template <int R, int PANELS>
+void bf16_rows(const TileInputs& in, const SplitRows& x, float* out) {
+  constexpr int PARTS = SplitRows::PARTS;
+  constexpr unsigned DENORMALS_ARE_ZEROS = 0x8040;
+  const unsigned mode = _mm_getcsr();
+  _mm_setcsr(mode | DENORMALS_ARE_ZEROS);
+  const int64_t k = in.weight->num_columns;
+  const uint8_t* weights = in.weight->panels + in.first_panel * in.weight->panel_bytes;
+  const float* rows = x.numbers.data() + in.first_row * k;
+  Prefetch next = in.next;
+  simd::f32 total[R][PARTS][PANELS];
+#pragma GCC unroll 4
+  for (int i = 0; i < R * PARTS * PANELS; ++i) total[i / PANELS / PARTS][i / PANELS % PARTS][i % PANELS] = simd::zero();
+  for (int64_t column = 0; column < k; column += AMX_COLUMNS) {
+    simd::f32 even[R][PARTS][PANELS], odd[R][PARTS][PANELS];
+#pragma GCC unroll 8
+    for (int i = 0; i < R * PARTS * PANELS; ++i) {
+      even[i / PANELS / PARTS][i / PANELS % PARTS][i % PANELS] = simd::zero();
+      odd[i / PANELS / PARTS][i / PANELS % PARTS][i % PANELS] = simd::zero();
+    }
+    for (int64_t i = 0; i < AMX_COLUMNS; i += 2) {
+      next.advance<PANELS>();
+#pragma GCC unroll 2
+      for (int v = 0; v < PANELS; ++v) {
+        simd::f32 w_even, w_odd;
+        const uint8_t* line = weights + v * in.weight->panel_bytes + (column + i) * 32;
+        simd::load_bf16_pairs(reinterpret_cast<const uint16_t*>(line), w_even, w_odd);
+#pragma GCC unroll 2
+        for (int r = 0; r < R; ++r) {
+#pragma GCC unroll 2
+          for (int part = 0; part < PARTS; ++part) {
+            const float* a = rows + part * x.stride + r * k + column + i;
+            simd::accumulate(even[r][part][v], simd::set1(a[0]), w_even);
+            simd::accumulate(odd[r][part][v], simd::set1(a[1]), w_odd);
+          }
+        }
+      }
+    }
+#pragma GCC unroll 8
+    for (int i = 0; i < R * PARTS * PANELS; ++i) {
+      simd::f32& y = total[i / PANELS / PARTS][i / PANELS % PARTS][i % PANELS];
+      const simd::f32 pairs = simd::add(even[i / PANELS / PARTS][i / PANELS % PARTS][i % PANELS],
+                                        odd[i / PANELS / PARTS][i / PANELS % PARTS][i % PANELS]);
+      y = simd::add(y, pairs);
+    }
+  }
+  for (int r = 0; r < R; ++r) {
+    for (int v = 0; v < PANELS; ++v) {
+      simd::store(out + (r * PANELS + v) * simd::LANES, simd::add(total[r][0][v], total[r][1][v]));
+    }
+  }
+  _mm_setcsr(mode);
+}
+
+// Weights of 4 bits as bytes, in the order of weights of 8: of `panels` panels from `first_panel` on.
+inline const uint8_t* unpack_nibbles(const Weight& weight, int64_t first_panel, int64_t panels) {
+  thread_local std::vector<uint8_t> unpacked;
+  const int64_t groups = (weight.num_columns + weight.group - 1) / weight.group;
+  const int64_t lines = groups * weight.group * PANEL_CHANNELS / 128;
+  unpacked.resize(panels * lines * 128);
+  for (int64_t v = 0; v < panels; ++v) {
+    const uint8_t* from = weight.panels + (first_panel + v) * weight.panel_bytes;
+    uint8_t* to = unpacked.data() + v * lines * 128;
+    for (int64_t line = 0; line < lines; ++line) {
+      simd::u8x64 low, high;
+      simd::load_u4(from + 64 * line, low, high);
+      _mm512_storeu_si512(to + 128 * line, low.v);
+      _mm512_storeu_si512(to + 128 * line + 64, high.v);
+    }
+  }
+  return unpacked.data();
+}
+#endif
+
+// The functions of one format: [V - 1][R - 1], and for more rows at a time the one that uses tile registers, if any.
 struct TileTable {
   int max_rows;
   TileFunction tiles[TASK_PANELS][MAX_TILE_ROWS];
+#ifdef KF_AMX_TARGET
+  void (*wide)(const TileInputs&, int64_t panels, const RowScales&, float* out) = nullptr;
+  int64_t wide_from = 0;  // so many rows
+#endif
 };
 
 template <Format F, int... I>
@@ -265,7 +580,11 @@ constexpr TileTable float_table(std::integer_sequence<int, I...>) {
 template <int BITS, int GROUP, ScaleType S, bool MINIMUM, int... I>
 constexpr TileTable grouped_table(std::integer_sequence<int, I...>) {
   return {simd::INT8_ROWS,
-          {{grouped_tile<BITS, GROUP, S, MINIMUM, I + 1, 1>...}, {grouped_tile<BITS, GROUP, S, MINIMUM, I + 1, 2>...}}};
+          {{grouped_tile<BITS, GROUP, S, MINIMUM, I + 1, 1>...}, {grouped_tile<BITS, GROUP, S, MINIMUM, I + 1, 2>...}},
+#ifdef KF_AMX_TARGET
+          amx_tile<BITS, GROUP, S, MINIMUM>, GROUP == 64 ? 12 : 48
+#endif
+  };
 }
 
 inline const TileTable& tiles_for(const Weight& weight) {
@@ -300,17 +619,83 @@ inline const TileTable& tiles_for(const Weight& weight) {
   return wide ? CODES8_MINIMUM : CODES4_MINIMUM;
 }
 
+#ifdef KF_AMX_TARGET
+// `over_tiles` in tile registers; `in` says where it begins.
+template <class Use>
+KF_AMX_TARGET void over_wide_tiles(const TileTable& table, TileInputs in, int64_t panels, int64_t next_panel, int64_t rows,
+                                   const Use& use) {
+  const Weight& weight = *in.weight;
+  const Codes& codes = *in.codes;
+  const int64_t groups = (weight.num_columns + weight.group - 1) / weight.group;
+  const int64_t num_tiles = (rows + amx::ROWS - 1) / amx::ROWS;
+  const RowScales& scales = row_scales(weight, codes, rows, groups);
+  if (weight.bits == 4) in.unpacked = unpack_nibbles(weight, in.first_panel, panels);
+  alignas(64) float sums[amx::ROWS * TASK_PANELS * PANEL_CHANNELS];
+  const int64_t share = weight.panel_bytes / num_tiles;
+  for (int64_t i = 0; i < num_tiles; ++i) {
+    const int64_t count = std::min<int64_t>(amx::ROWS, rows - in.first_row);
+    amx::configure(static_cast<int>(count), static_cast<int>(weight.group));
+    in.rows = count;
+    in.next = {weight.panels + next_panel * weight.panel_bytes + i * share, weight.panel_bytes, (share + groups - 1) / groups};
+    table.wide(in, panels, scales, sums);
+    use(in.first_row, count, panels, sums);
+    in.first_row += count;
+  }
+}
+// Likewise for weights of bfloat16.
+template <class Use>
+KF_AMX_TARGET void over_bf16_tiles(TileInputs in, int64_t panels, int64_t next_panel, int64_t rows, const Use& use) {
+  const Weight& weight = *in.weight;
+  const SplitRows& x = split_rows(in.x, rows, weight.num_columns);
+  alignas(64) float sums[amx::ROWS * TASK_PANELS * PANEL_CHANNELS];
+  if (rows <= SplitRows::FEW_ROWS) {
+    const int64_t num_tiles = (rows + 1) / 2;
+    for (; in.first_row < rows; in.first_row += 2) {
+      const int64_t count = std::min<int64_t>(2, rows - in.first_row);
+      const uint8_t* share =
+          weight.panels + next_panel * weight.panel_bytes + in.first_row / 2 * (weight.panel_bytes / num_tiles);
+      in.next = {share, weight.panel_bytes, 64 / num_tiles};
+      if (panels == 2) {
+        (count == 2 ? bf16_rows<2, 2> : bf16_rows<1, 2>)(in, x, sums);
+      } else {
+        (count == 2 ? bf16_rows<2, 1> : bf16_rows<1, 1>)(in, x, sums);
+      }
+      use(in.first_row, count, panels, sums);
+    }
+    return;
+  }
+  const int64_t num_tiles = (rows + amx::ROWS - 1) / amx::ROWS, steps = weight.num_columns / AMX_COLUMNS;
+  const int64_t share = weight.panel_bytes / num_tiles;
+  for (int64_t i = 0; i < num_tiles; ++i) {
+    const int64_t count = std::min<int64_t>(amx::ROWS, rows - in.first_row);
+    amx::configure_bf16(static_cast<int>(count));
+    in.rows = count;
+    in.next = {weight.panels + next_panel * weight.panel_bytes + i * share, weight.panel_bytes, (share / steps + 63) / 64 * 64};
+    (panels == 2 ? amx_bf16_tile<2> : amx_bf16_tile<1>)(in, x, sums);
+    use(in.first_row, count, panels, sums);
+    in.first_row += count;
+  }
+}
+#endif
+
 // A column of tiles: `rows` rows, divided evenly into tiles, by one or two panels from `first_panel` on. Calls
 // use(first row, count, sums [count][V * 16]) for each. While the tiles pass over their panels each fetches its share of
 // the panels from `next_panel` on.
 template <class Use>
 void over_tiles(const TileTable& table, const Weight& weight, int64_t first_panel, int64_t next_panel, int64_t rows,
                 const float* x, const Codes& codes, const Use& use) {
-  alignas(64) float sums[MAX_TILE_ROWS * TASK_PANELS * PANEL_CHANNELS];
   const int64_t num_panels = (weight.num_rows + PANEL_CHANNELS - 1) / PANEL_CHANNELS;
   const int64_t panels = std::min<int64_t>(TASK_PANELS, num_panels - first_panel);
+  TileInputs in{&weight, first_panel, 0, x, &codes, {}, 0, nullptr};
+#ifdef KF_AMX_TARGET
+  const bool is_bf16 = static_cast<Format>(weight.format) == Format::kBfloat16;
+  if (amx::in_use && is_bf16 && weight.num_columns % AMX_COLUMNS == 0) {
+    return over_bf16_tiles(in, panels, next_panel, rows, use);
+  }
+  if (table.wide && amx::in_use && rows >= table.wide_from) return over_wide_tiles(table, in, panels, next_panel, rows, use);
+#endif
+  alignas(64) float sums[MAX_TILE_ROWS * TASK_PANELS * PANEL_CHANNELS];
   const int64_t num_tiles = (rows + table.max_rows - 1) / table.max_rows;
-  TileInputs in{&weight, first_panel, 0, x, &codes, {}};
   for (int64_t i = 0; i < num_tiles; ++i) {
     const int64_t count = rows / num_tiles + (i < rows % num_tiles);
     const uint8_t* share = weight.panels + next_panel * weight.panel_bytes + i * (weight.panel_bytes / num_tiles);

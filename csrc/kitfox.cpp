@@ -2,6 +2,7 @@
 
 #include <cstdint>
 #include <algorithm>
+#include <atomic>
 #include <iterator>
 #include <vector>
 
@@ -59,7 +60,10 @@ void run_tile(Context& context, const Op* ops, int64_t num_ops, const Step& step
     with_kernel(ops[i], step, first_row, rows, context.plan, [&](const auto& kernel) { totals.back() += kernel.num_tasks(); });
   }
   first_ops.push_back(num_ops);
+  static std::atomic<uint64_t> time{0};
+  const uint64_t first_time = time.fetch_add(totals.size()) + 1;
   context.pool.run(totals, [&](int phase, int64_t begin, int64_t end, int thread) {
+    phase_time = first_time + phase;
     int64_t offset = 0;
     for (int64_t i = first_ops[phase]; i < first_ops[phase + 1] && offset < end; ++i) {
       with_kernel(ops[i], step, first_row, rows, context.plan, [&](const auto& kernel) {
@@ -69,6 +73,9 @@ void run_tile(Context& context, const Op* ops, int64_t num_ops, const Step& step
         offset += count;
       });
     }
+#ifdef KF_AMX_TARGET
+    amx::release();
+#endif
   });
 }
 
@@ -82,6 +89,16 @@ const AttentionArgs* find_attention(const Op* ops, int64_t num_ops) {
 }  // namespace kitfox
 
 using namespace kitfox;
+
+// Computes products in tile registers from now on; whether this machine has them for us.
+KF_API bool kf_use_tiles() {
+#ifdef KF_AMX_TARGET
+  amx::in_use = amx::ask_for_permission();
+  return amx::in_use;
+#else
+  return false;
+#endif
+}
 
 // Sizes of the structs of the ABI, for the other side to compare with its own.
 KF_API void kf_abi(int64_t* sizes) {

@@ -19,7 +19,8 @@ from kitfox.errors import ConfigError
 _AVX2 = frozenset({"avx2", "fma", "f16c", "bmi1", "bmi2", "abm", "movbe"})
 _AVX512 = _AVX2 | {"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_vnni"}
 _NEON = frozenset({"asimd", "asimddp", "asimdhp", "fphp", "asimdrdm", "atomics", "crc32"})
-_REQUIRED_FEATURES = {"avx512": _AVX512, "avx2": _AVX2, "neon": _NEON}
+_AMX = _AVX512 | {"amx_tile", "amx_int8", "amx_bf16"}
+_REQUIRED_FEATURES = {"amx": _AMX, "avx512": _AVX512, "avx2": _AVX2, "neon": _NEON}
 CHOICES = (*_REQUIRED_FEATURES, "none")
 
 
@@ -68,7 +69,9 @@ def instruction_set() -> str | None:
 
 def usable_instruction_sets() -> list[str]:
     """Those that were compiled and that this processor has, from best to worst."""
-    return [isa for isa in _compiled() if _REQUIRED_FEATURES[isa] <= _processor_features()]
+    usable = [isa for isa, path in _compiled().items() if _REQUIRED_FEATURES[isa] <= _processor_features()]
+    # The system has to grant tile registers to each process.
+    return [isa for isa in usable if isa != "amx" or _open(_compiled()[isa]).kf_use_tiles()]
 
 
 @functools.cache
@@ -84,7 +87,9 @@ def _compiled() -> dict[str, Path]:
 
 @functools.cache
 def _open(path: Path) -> ctypes.CDLL:
-    return ctypes.CDLL(str(path))
+    opened = ctypes.CDLL(str(path))
+    opened.kf_use_tiles.restype = ctypes.c_bool
+    return opened
 
 
 @functools.cache
