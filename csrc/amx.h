@@ -55,7 +55,7 @@ KF_AMX_TARGET inline void use(const Config& config, uint32_t name) {
 
 // For products of codes in groups.
 KF_AMX_TARGET inline void configure(int rows, int group) {
-  const uint32_t name = static_cast<uint32_t>(group << 8 | rows);
+  const uint32_t name = static_cast<uint32_t>(group << 16 | rows);
   if (set_up == name) return;
   Config config;
   for (int tile = 0; tile < 8; ++tile) {  // 0 to 3 are sums; then inputs and weights take turns
@@ -88,14 +88,16 @@ KF_AMX_TARGET KF_INLINE void multiply(const int8_t* inputs, int64_t stride, cons
   if constexpr (SLOT == 3) KF_AMX_MULTIPLY(3, 6, 7);
 }
 
-// For products of bfloat16: four tiles of sums, two of inputs, two of weights.
-KF_AMX_TARGET inline void configure_bf16(int rows) {
-  const uint32_t name = static_cast<uint32_t>(rows);
+// For products of bfloat16: sums of the first rows by two panels, of further rows by two, inputs of both, weights of both.
+// There may be no further rows.
+KF_AMX_TARGET inline void configure_bf16(int rows, int further_rows) {
+  const auto name = static_cast<uint32_t>(further_rows << 8 | rows);
   if (set_up == name) return;
   Config config;
   for (int tile = 0; tile < 8; ++tile) {
+    const bool is_further = tile == 2 || tile == 3 || tile == 5, is_weights = tile >= 6;
     config.row_bytes[tile] = 64;
-    config.rows[tile] = static_cast<uint8_t>(tile >= 6 ? 16 : rows);
+    config.rows[tile] = static_cast<uint8_t>(is_weights ? 16 : is_further ? std::max(further_rows, 1) : rows);
   }
   use(config, name);
 }

@@ -416,7 +416,7 @@ struct SplitRows {
   }
 
   // So few rows wait for weights, which come sooner where no tile is loaded: vectors do for them what tiles do.
-  static constexpr int64_t FEW_ROWS = 4;
+  static constexpr int64_t FEW_ROWS = 2;
 
  private:
   std::vector<uint16_t> memory_;
@@ -438,59 +438,52 @@ inline const SplitRows& split_rows(const float* x, int64_t rows, int64_t k) {
 
 constexpr int64_t AMX_COLUMNS = 32;  // of bfloat16 in a row of a tile
 
-// Up to 16 rows by one or two panels of bfloat16. The parts have sums of their own, which no part waits for, and are added
-// at the end; each goes along K in order.
-template <int PANELS>
+// Up to 32 rows by one or two panels of bfloat16. An element's sum goes along K in steps of 32, in each of which the parts
+// follow one another, whatever the number of rows.
+template <bool TWO_ROWS, bool TWO_PANELS>
 KF_AMX_TARGET void amx_bf16_tile(const TileInputs& in, const SplitRows& x, float* out) {
   const int64_t k = in.weight->num_columns;
   const uint8_t* weights = in.weight->panels + in.first_panel * in.weight->panel_bytes;
-  const uint16_t* high = x.parts + in.first_row * k;
+  const uint8_t* more_weights = weights + in.weight->panel_bytes;
+  const uint16_t* inputs = x.parts + in.first_row * k;
+  constexpr int64_t OUT_BYTES = (TWO_PANELS ? 2 : 1) * PANEL_CHANNELS * sizeof(float);
   Prefetch next = in.next;
   KF_AMX_ZERO(0);
-  KF_AMX_ZERO(1);
-  if constexpr (PANELS == 2) KF_AMX_ZERO(2);
-  if constexpr (PANELS == 2) KF_AMX_ZERO(3);
+  if constexpr (TWO_PANELS) KF_AMX_ZERO(1);
+  if constexpr (TWO_ROWS) KF_AMX_ZERO(2);
+  if constexpr (TWO_ROWS && TWO_PANELS) KF_AMX_ZERO(3);
   for (int64_t column = 0; column < k; column += AMX_COLUMNS) {
-    // A quarter of what is fetched behind each step, so that it does not come between the weights at hand.
-    const int64_t lines = next.step / 64;
-    auto fetch = [&](int64_t quarter) __attribute__((always_inline)) {
-      for (int64_t line = lines * quarter / 4; line < lines * (quarter + 1) / 4; ++line) {
-#pragma GCC unroll 2
-        for (int v = 0; v < PANELS; ++v) __builtin_prefetch(next.at + v * next.panel_bytes + 64 * line, 0, 2);
-      }
-    };
     KF_AMX_LOAD(6, weights + column * 32, 64);
-    KF_AMX_LOAD(4, high + column, 2 * k);
-    fetch(0);
-    KF_AMX_ADD_BF16(0, 4, 6);
-    KF_AMX_LOAD(5, high + x.stride + column, 2 * k);
-    fetch(1);
-    KF_AMX_ADD_BF16(1, 5, 6);
-    if constexpr (PANELS == 2) KF_AMX_LOAD(7, weights + in.weight->panel_bytes + column * 32, 64);
-    fetch(2);
-    if constexpr (PANELS == 2) {
-      KF_AMX_ADD_BF16(2, 4, 7);
-      KF_AMX_ADD_BF16(3, 5, 7);
+    if constexpr (TWO_PANELS) KF_AMX_LOAD(7, more_weights + column * 32, 64);
+    for (int64_t line = 0; line < next.step; line += 64) {
+      __builtin_prefetch(next.at + line, 0, 2);
+      if constexpr (TWO_PANELS) __builtin_prefetch(next.at + next.panel_bytes + line, 0, 2);
     }
-    fetch(3);
     next.at += next.step;
+#pragma GCC unroll 2
+    for (int64_t part = 0; part < SplitRows::PARTS; ++part) {
+      const uint16_t* from = inputs + part * x.stride + column;
+      KF_AMX_LOAD(4, from, 2 * k);
+      KF_AMX_ADD_BF16(0, 4, 6);
+      if constexpr (TWO_PANELS) KF_AMX_ADD_BF16(1, 4, 7);
+      if constexpr (TWO_ROWS) {
+        KF_AMX_LOAD(5, from + amx::ROWS * k, 2 * k);
+        KF_AMX_ADD_BF16(2, 5, 6);
+        if constexpr (TWO_PANELS) KF_AMX_ADD_BF16(3, 5, 7);
+      }
+    }
   }
-  constexpr int64_t OUT_BYTES = PANELS * PANEL_CHANNELS * sizeof(float);
-  alignas(64) float low[amx::ROWS * PANELS * PANEL_CHANNELS];
+  float* further = out + amx::ROWS * OUT_BYTES / sizeof(float);
   KF_AMX_STORE(0, out, OUT_BYTES);
-  KF_AMX_STORE(1, low, OUT_BYTES);
-  if constexpr (PANELS == 2) KF_AMX_STORE(2, out + PANEL_CHANNELS, OUT_BYTES);
-  if constexpr (PANELS == 2) KF_AMX_STORE(3, low + PANEL_CHANNELS, OUT_BYTES);
-  for (int64_t i = 0; i < in.rows * PANELS * PANEL_CHANNELS; i += simd::LANES) {
-    simd::store(out + i, simd::add(simd::load(out + i), simd::load(low + i)));
-  }
+  if constexpr (TWO_PANELS) KF_AMX_STORE(1, out + PANEL_CHANNELS, OUT_BYTES);
+  if constexpr (TWO_ROWS) KF_AMX_STORE(2, further, OUT_BYTES);
+  if constexpr (TWO_ROWS && TWO_PANELS) KF_AMX_STORE(3, further + PANEL_CHANNELS, OUT_BYTES);
 }
 
 // What amx_bf16_tile makes of R rows, with the same bits: an instruction on tiles sums the even and the odd ones of 32
 // columns apart, from zero on, and adds their sum to what was there; denormals are zeros to it.
 template <int R, int PANELS>
 void bf16_rows(const TileInputs& in, const SplitRows& x, float* out) {
-  constexpr int PARTS = SplitRows::PARTS;
   constexpr unsigned DENORMALS_ARE_ZEROS = 0x8040;
   const unsigned mode = _mm_getcsr();
   _mm_setcsr(mode | DENORMALS_ARE_ZEROS);
@@ -498,46 +491,48 @@ void bf16_rows(const TileInputs& in, const SplitRows& x, float* out) {
   const uint8_t* weights = in.weight->panels + in.first_panel * in.weight->panel_bytes;
   const float* rows = x.numbers.data() + in.first_row * k;
   Prefetch next = in.next;
-  simd::f32 total[R][PARTS][PANELS];
-#pragma GCC unroll 4
-  for (int i = 0; i < R * PARTS * PANELS; ++i) total[i / PANELS / PARTS][i / PANELS % PARTS][i % PANELS] = simd::zero();
+  simd::f32 total[R][PANELS];
+  for (auto& row : total) {
+    for (auto& y : row) y = simd::zero();
+  }
   for (int64_t column = 0; column < k; column += AMX_COLUMNS) {
-    simd::f32 even[R][PARTS][PANELS], odd[R][PARTS][PANELS];
-#pragma GCC unroll 8
-    for (int i = 0; i < R * PARTS * PANELS; ++i) {
-      even[i / PANELS / PARTS][i / PANELS % PARTS][i % PANELS] = simd::zero();
-      odd[i / PANELS / PARTS][i / PANELS % PARTS][i % PANELS] = simd::zero();
+    simd::f32 sums[SplitRows::PARTS][R][PANELS][2];  // of even and of odd columns
+#pragma GCC unroll 2
+    for (auto& part : sums) {
+#pragma GCC unroll 2
+      for (auto& row : part) {
+#pragma GCC unroll 2
+        for (auto& pair : row) pair[0] = pair[1] = simd::zero();
+      }
     }
-    for (int64_t i = 0; i < AMX_COLUMNS; i += 2) {
+    for (int64_t i = column; i < column + AMX_COLUMNS; i += 2) {
       next.advance<PANELS>();
 #pragma GCC unroll 2
       for (int v = 0; v < PANELS; ++v) {
-        simd::f32 w_even, w_odd;
-        const uint8_t* line = weights + v * in.weight->panel_bytes + (column + i) * 32;
-        simd::load_bf16_pairs(reinterpret_cast<const uint16_t*>(line), w_even, w_odd);
+        simd::f32 even, odd;
+        simd::load_bf16_pairs(reinterpret_cast<const uint16_t*>(weights + v * in.weight->panel_bytes + i * 32), even, odd);
 #pragma GCC unroll 2
-        for (int r = 0; r < R; ++r) {
+        for (int part = 0; part < SplitRows::PARTS; ++part) {
 #pragma GCC unroll 2
-          for (int part = 0; part < PARTS; ++part) {
-            const float* a = rows + part * x.stride + r * k + column + i;
-            simd::accumulate(even[r][part][v], simd::set1(a[0]), w_even);
-            simd::accumulate(odd[r][part][v], simd::set1(a[1]), w_odd);
+          for (int r = 0; r < R; ++r) {
+            const float* a = rows + part * x.stride + r * k + i;
+            simd::accumulate(sums[part][r][v][0], simd::set1(a[0]), even);
+            simd::accumulate(sums[part][r][v][1], simd::set1(a[1]), odd);
           }
         }
       }
     }
-#pragma GCC unroll 8
-    for (int i = 0; i < R * PARTS * PANELS; ++i) {
-      simd::f32& y = total[i / PANELS / PARTS][i / PANELS % PARTS][i % PANELS];
-      const simd::f32 pairs = simd::add(even[i / PANELS / PARTS][i / PANELS % PARTS][i % PANELS],
-                                        odd[i / PANELS / PARTS][i / PANELS % PARTS][i % PANELS]);
-      y = simd::add(y, pairs);
+#pragma GCC unroll 2
+    for (auto& part : sums) {
+#pragma GCC unroll 2
+      for (int r = 0; r < R; ++r) {
+#pragma GCC unroll 2
+        for (int v = 0; v < PANELS; ++v) total[r][v] = simd::add(total[r][v], simd::add(part[r][v][0], part[r][v][1]));
+      }
     }
   }
   for (int r = 0; r < R; ++r) {
-    for (int v = 0; v < PANELS; ++v) {
-      simd::store(out + (r * PANELS + v) * simd::LANES, simd::add(total[r][0][v], total[r][1][v]));
-    }
+    for (int v = 0; v < PANELS; ++v) simd::store(out + (r * PANELS + v) * simd::LANES, total[r][v]);
   }
   _mm_setcsr(mode);
 }
@@ -647,7 +642,7 @@ template <class Use>
 KF_AMX_TARGET void over_bf16_tiles(TileInputs in, int64_t panels, int64_t next_panel, int64_t rows, const Use& use) {
   const Weight& weight = *in.weight;
   const SplitRows& x = split_rows(in.x, rows, weight.num_columns);
-  alignas(64) float sums[amx::ROWS * TASK_PANELS * PANEL_CHANNELS];
+  alignas(64) float sums[2 * amx::ROWS * TASK_PANELS * PANEL_CHANNELS];
   if (rows <= SplitRows::FEW_ROWS) {
     const int64_t num_tiles = (rows + 1) / 2;
     for (; in.first_row < rows; in.first_row += 2) {
@@ -664,14 +659,17 @@ KF_AMX_TARGET void over_bf16_tiles(TileInputs in, int64_t panels, int64_t next_p
     }
     return;
   }
-  const int64_t num_tiles = (rows + amx::ROWS - 1) / amx::ROWS, steps = weight.num_columns / AMX_COLUMNS;
+  const int64_t num_tiles = (rows + 2 * amx::ROWS - 1) / (2 * amx::ROWS), steps = weight.num_columns / AMX_COLUMNS;
   const int64_t share = weight.panel_bytes / num_tiles;
   for (int64_t i = 0; i < num_tiles; ++i) {
-    const int64_t count = std::min<int64_t>(amx::ROWS, rows - in.first_row);
-    amx::configure_bf16(static_cast<int>(count));
-    in.rows = count;
-    in.next = {weight.panels + next_panel * weight.panel_bytes + i * share, weight.panel_bytes, (share / steps + 63) / 64 * 64};
-    (panels == 2 ? amx_bf16_tile<2> : amx_bf16_tile<1>)(in, x, sums);
+    const int64_t count = std::min<int64_t>(2 * amx::ROWS, rows - in.first_row), first = std::min<int64_t>(count, amx::ROWS);
+    amx::configure_bf16(static_cast<int>(first), static_cast<int>(count - first));
+    in.next = {weight.panels + next_panel * weight.panel_bytes + i * share, weight.panel_bytes, (share + steps - 1) / steps};
+    if (panels == 2) {
+      (count > amx::ROWS ? amx_bf16_tile<true, true> : amx_bf16_tile<false, true>)(in, x, sums);
+    } else {
+      (count > amx::ROWS ? amx_bf16_tile<true, false> : amx_bf16_tile<false, false>)(in, x, sums);
+    }
     use(in.first_row, count, panels, sums);
     in.first_row += count;
   }
