@@ -1,7 +1,7 @@
-// Products in tile registers (AMX), where the processor has them: sixteen rows by sixteen output channels at a time.
+// Tile registers (AMX), where the processor has them: products of sixteen rows and sixteen output channels at a time.
+// amx_tiles.h computes with them.
 //
-// A group's dot products are exact integers here as in gemm.h, and what is done with them afterwards is done in the same
-// order, so that an element has the same bits whichever of the two computes it.
+// In assembly, which is all that GCC's intrinsics for them are.
 #pragma once
 
 #include <algorithm>
@@ -10,7 +10,13 @@
 #include "program.h"
 #include "simd.h"
 
-#if defined(__AVX512F__) && defined(__linux__)
+#if defined(__clang__)
+#define KF_COMPILER_KNOWS_AMX (__clang_major__ >= 12)
+#else
+#define KF_COMPILER_KNOWS_AMX (__GNUC__ >= 11)
+#endif
+
+#if defined(__AVX512F__) && defined(__linux__) && KF_COMPILER_KNOWS_AMX
 #define KF_AMX_TARGET __attribute__((target("amx-tile,amx-int8,amx-bf16")))
 
 #include <cpuid.h>

@@ -32,7 +32,7 @@ _ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_pytorch_tanh": 2}
 _ALIGNMENT = 64
 _SLAB_BYTES = 64 << 20
 _LANES = 16
-_CHANNELS_A_PIECE = 32  # TASK_CHANNELS in csrc/gemm.h
+_CHANNELS_A_PIECE = 32  # TASK_CHANNELS in csrc/tiles.h
 
 
 class PackedMatrix:

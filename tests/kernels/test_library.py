@@ -77,7 +77,7 @@ def test_the_environment_forces_one(machine) -> None:
 @pytest.mark.parametrize(
     ("chosen", "message"),
     [
-        ("sse", "must be one of avx512, avx2, neon, none. Given: 'sse'"),
+        ("sse", "must be one of amx, avx512, avx2, neon, none. Given: 'sse'"),
         ("neon", "cannot be neon: its kernels were not compiled. Possible here: avx2, none"),
         ("avx512", "cannot be avx512: this processor lacks it. Possible here: avx2, none"),
     ],
