@@ -2,9 +2,10 @@
 
     .venv/bin/python -m benchmarks.roofline [--threads N]
 
-Peaks are measured in the same run (benchmarks/peaks.cpp; AVX-512 with VNNI). Products are all linears of one step of
-the default model's shape, 30 layers in one program, so that weights come from memory as they do when serving; attention
-is one layer of it. A share is of the arithmetic peak or of the read bandwidth, whichever limits.
+Peaks are measured in the same run (benchmarks/peaks.cpp; AVX-512 with VNNI, which tile registers may exceed). Products
+are all linears of one step of the default model's shape, 30 layers in one program, so that weights come from memory as
+they do when serving; attention is one layer of it. A share is of the arithmetic peak or of the read bandwidth,
+whichever limits.
 """
 
 from __future__ import annotations

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+import hashlib
 import io
 import math
 from collections.abc import Sequence
@@ -35,10 +36,12 @@ class CutImage:
 
     Attributes:
         tiles: pixels of each, [S, S, 3] bytes: row by row, and the whole image in small behind them.
+        digests: of the tiles; made here, on a thread, and not where a step would have to wait for it.
         rows, columns: of the tiles; 0 where the whole in small is all there is.
     """
 
     tiles: list[bytes]
+    digests: list[bytes]
     rows: int
     columns: int
 
@@ -77,15 +80,16 @@ def cut_image(data: bytes, vision: VisionConfig, param: str) -> CutImage:
     image = _decode(data, param)
     image = _resize(image, *_bounded(*_with_longest_edge(*image.size, vision.longest_edge)))
     size = vision.image_size
-    if not vision.splits:
-        return CutImage([_resize(image, size, size).tobytes()], 0, 0)
-    image = _resize(image, *_whole_tiles(*image.size, size))
-    columns, rows = image.width // size, image.height // size
-    if columns == rows == 1:
-        return CutImage([image.tobytes()], 0, 0)
-    corners = [(column * size, row * size) for row in range(rows) for column in range(columns)]
-    tiles = [image.crop((x, y, x + size, y + size)).tobytes() for x, y in corners]
-    return CutImage([*tiles, _resize(image, size, size).tobytes()], rows, columns)
+    tiles: list[bytes] = []
+    columns = rows = 0
+    if vision.splits:
+        image = _resize(image, *_whole_tiles(*image.size, size))
+        if image.size != (size, size):
+            columns, rows = image.width // size, image.height // size
+            corners = [(column * size, row * size) for row in range(rows) for column in range(columns)]
+            tiles = [image.crop((x, y, x + size, y + size)).tobytes() for x, y in corners]
+    tiles.append(_resize(image, size, size).tobytes())
+    return CutImage(tiles, [hashlib.sha256(tile).digest() for tile in tiles], rows, columns)
 
 
 def place_images(
@@ -114,7 +118,10 @@ def place_images(
             if here == vision.image_token_id and before != here
         ]
         assert written.count(vision.image_token_id) == len(image.tiles) * vision.tokens_per_tile
-        tiles += [ImageTile(start=len(placed) + at, pixels=each) for at, each in zip(starts, image.tiles, strict=True)]
+        tiles += [
+            ImageTile(start=len(placed) + at, pixels=pixels, digest=digest)
+            for at, pixels, digest in zip(starts, image.tiles, image.digests, strict=True)
+        ]
         placed += written
     return placed, tiles
 

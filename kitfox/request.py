@@ -215,10 +215,12 @@ class ImageTile(msgspec.Struct, frozen=True, gc=False):
 
     Attributes:
         pixels: [S, S, 3] bytes: rows of red, green and blue.
+        digest: of the pixels; what is cached of a tile is known by it.
     """
 
     start: int
     pixels: bytes
+    digest: bytes
 
 
 class EngineRequest(msgspec.Struct, kw_only=True, omit_defaults=True):
@@ -307,7 +309,7 @@ class Request:
         if source.adapter_id or source.tiles:
             # What an adapter computed is nobody else's, nor what was read of other images: their tokens are the same.
             # No client's salt begins like this.
-            images = hashlib.sha256(msgspec.msgpack.encode(source.tiles)).hexdigest() if source.tiles else ""
+            images = hashlib.sha256(b"".join(tile.digest for tile in source.tiles)).hexdigest() if source.tiles else ""
             self.cache_salt = f"\0{source.adapter_id}\0{images}\0{source.cache_salt or ''}"
         self.leader_id = source.leader_id
         self.pooling = source.pooling
