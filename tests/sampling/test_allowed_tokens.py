@@ -203,7 +203,8 @@ def test_words_that_do_not_fit_the_logits_are_never_read(sampler: Sampler, words
 
 @st.composite
 def sampling_options(draw: st.DrawFn) -> dict[str, Any]:
-    penalty = st.floats(-2.0, 2.0)
+    # A penalty that only tells 0 from its neighbours makes equals of tokens in one precision and not in the other.
+    penalty = st.floats(-2.0, 2.0).filter(lambda value: value == 0 or abs(value) > 1e-6)
     return {
         "temperature": draw(st.sampled_from([0.0, *TEMPERATURES])),
         "presence_penalty": draw(st.just(0.0) | penalty),
