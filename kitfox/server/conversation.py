@@ -524,10 +524,14 @@ def _text_of(content: str | list[dict[str, Any]] | None) -> str:
     return content or ""
 
 
-def _put_before(text: str, content: str | list[dict[str, Any]] | None) -> str | list[dict[str, Any]]:
-    if isinstance(content, list):
-        return [{"type": "text", "text": text}, *content]
-    return text + (content or "")
+def _joined(before: str | list[dict[str, Any]], after: str | list[dict[str, Any]] | None) -> str | list[dict[str, Any]]:
+    if isinstance(before, str) and not isinstance(after, list):
+        return before + (after or "")
+    parts = [
+        content if isinstance(content, list) else [{"type": "text", "text": content or ""}]
+        for content in (before, after)
+    ]
+    return [*parts[0], *parts[1]]
 
 
 # ---- what templates without tools are given -------------------------------------------------------------------------
@@ -561,7 +565,7 @@ def _add_description(messages: list[dict[str, Any]], description: str) -> None:
     if place is None:
         messages.insert(0, {"role": "system", "content": description})
     else:
-        messages[place] = messages[place] | {"content": _put_before(f"{description}\n\n", messages[place]["content"])}
+        messages[place] = messages[place] | {"content": _joined(f"{description}\n\n", messages[place]["content"])}
 
 
 def _without_calls(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -577,7 +581,7 @@ def _without_calls(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
             calls = [json.dumps(call["function"], ensure_ascii=False) for call in message["tool_calls"]]
             message = {"role": "assistant", "content": "\n".join([text, *calls] if text else calls)}
         if follows_result and message["role"] == "user":
-            made[-1]["content"] = _put_before(made[-1]["content"] + "\n", message["content"])
+            made[-1]["content"] = _joined(_joined(made[-1]["content"], "\n"), message["content"])
         else:
             made.append(message)
             follows_result = text.startswith("Result of ") and message["role"] == "user" and message["content"] == text

@@ -311,6 +311,29 @@ def test_every_protocol_takes_images(server: Server) -> None:
     assert server.http.get("/model_info").json()["has_image_understanding"] is True
 
 
+def test_images_among_calls_and_their_results(server: Server) -> None:
+    """The template shows neither: calls and results are put into texts, beside which an image stays where it was."""
+    part = {"type": "image_url", "image_url": {"url": data_url(picture(32, 32))}}
+    call = {"id": "c1", "type": "function", "function": {"name": "look", "arguments": "{}"}}
+    messages = [
+        {"role": "user", "content": [part, {"type": "text", "text": "Look."}]},
+        {"role": "assistant", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "c1", "content": "a fox"},
+        {"role": "user", "content": [{"type": "text", "text": "And here?"}, part]},
+        {"role": "user", "content": "Well?"},
+    ]
+    tools = [{"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}]
+    bare = ask(server, "/tokenize", messages=messages)["tokens"]
+    assert len(ask(server, "/tokenize", messages=messages, tools=tools)["tokens"]) > len(bare)
+    text = ask(server, "/detokenize", tokens=bare)["prompt"]
+    tile = f"<fake_token_around_image>{'<image>' * TOKENS_PER_TILE}"
+    in_order = ["User:", "Look.", '{"name": "look"', "Result of look:\na fox\nAnd here?", tile, "\nWell?", "Assistant:"]
+    rest = text.replace("<global-img>", "")
+    for piece in in_order:
+        assert piece in rest, piece
+        rest = rest[rest.index(piece) + len(piece) :]
+
+
 @pytest.mark.parametrize(
     ("url", "fields", "param", "needle"),
     [
