@@ -101,7 +101,7 @@ def compare_gaps(schemas: list[Any], repeats: int) -> None:
         way: {name: [] for name in metrics} for way in ("alone", "schemas known", "schemas new")
     }
     for schema in schemas:
-        send(schema, [])
+        send(body_of(schema), [])
     for repeat in range(repeats):
         for way in list(gaps) if repeat % 2 == 0 else list(gaps)[::-1]:
             outcomes: list[str] = []
@@ -109,7 +109,9 @@ def compare_gaps(schemas: list[Any], repeats: int) -> None:
             if way != "alone":
                 comment = {"$comment": f"repeat {repeat}"} if way == "schemas new" else {}
                 for schema in schemas:
-                    threads.append(threading.Thread(target=send, args=({**schema, **comment}, outcomes), daemon=True))
+                    threads.append(
+                        threading.Thread(target=send, args=(body_of({**schema, **comment}), outcomes), daemon=True)
+                    )
             starter = threading.Thread(target=start_in_midstream, args=(threads,), daemon=True)
             starter.start()
             summary = bench(
@@ -143,12 +145,14 @@ def start_in_midstream(threads: list[threading.Thread]) -> None:
         thread.start()
 
 
-def send(schema: Any, outcomes: list[str]) -> None:
+def body_of(schema: Any) -> bytes:
     form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
     body = {"model": MODEL, "prompt": "JSON:", "max_tokens": 1, "response_format": form}
-    request = urllib.request.Request(
-        f"{URL}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
-    )
+    return json.dumps(body).encode()
+
+
+def send(body: bytes, outcomes: list[str]) -> None:
+    request = urllib.request.Request(f"{URL}/v1/completions", body, {"Content-Type": "application/json"})
     started = time.monotonic()
     try:
         status = urllib.request.urlopen(request, timeout=60).status

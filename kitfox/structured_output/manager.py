@@ -8,10 +8,11 @@ import os
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from typing import NamedTuple
+from typing import NamedTuple, ParamSpec, TypeVar
 
+import msgspec
 import numpy as np
 
 from kitfox.config import StructuredOutputConfig
@@ -23,13 +24,23 @@ from kitfox.structured_output.backends import make_grammar_compiler
 from kitfox.structured_output.grammar import BitmaskRow, CompiledGrammar, GrammarCompiler
 from kitfox.structured_output.retokenizing import Retokenizer
 from kitfox.structured_output.vocabulary import Vocabulary
-from kitfox.structured_output.worker import COMPILER_NICENESS, CompileLimitError, Worker, WorkerOptions
+from kitfox.structured_output.worker import (
+    LARGE_FORMAT_BYTES,
+    CompileLimitError,
+    Worker,
+    WorkerOptions,
+    give_way,
+)
 
 logger = logging.getLogger("kitfox.engine")
 
+P = ParamSpec("P")
+T = TypeVar("T")
+
 # A heavy grammar keeps a worker for up to the deadline: the next ones need another. More of them than there are cores
-# would only take those from the steps more often.
+# would only take those from the steps more often. Large formats have workers of their own: small ones need not wait.
 MAX_PARALLEL_COMPILES = max(2, min(4, os.cpu_count() or 1))
+MAX_PARALLEL_LARGE_COMPILES = MAX_PARALLEL_COMPILES // 2
 MAX_CACHED_BYTES = 512 * 2**20
 MAX_CACHED_REFUSALS = 1024
 RETRY_AFTER_S = 60.0  # a machine that was too busy once need not be so always; a hostile client gets no more than this
@@ -95,6 +106,47 @@ class Bitmasks:
         return self._filling.result()[1]
 
 
+class _Compilers:
+    """Threads that compile formats of one kind, each with a worker process where it needs one."""
+
+    def __init__(self, num_threads: int, options: WorkerOptions):
+        self._options = options
+        self._threads = ThreadPoolExecutor(
+            num_threads, "kitfox-grammar", lambda: give_way(is_large=options.is_for_large)
+        )
+        self._lock = threading.Lock()
+        self.workers: list[Worker] = []
+        self._idle_workers: list[Worker] = []
+
+    def submit(self, task: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> Future[T]:
+        """Have something done on one of the threads."""
+        return self._threads.submit(task, *args, **kwargs)
+
+    @contextlib.contextmanager
+    def worker(self) -> Iterator[Worker]:
+        """One that nobody else uses: the one used last, for it runs already."""
+        with self._lock:
+            if not self._idle_workers:
+                self._idle_workers.append(Worker(self._options))
+                self.workers.append(self._idle_workers[-1])
+            worker = self._idle_workers.pop()
+        try:
+            yield worker
+        finally:
+            with self._lock:
+                self._idle_workers.append(worker)
+
+    def start_worker(self) -> None:
+        with self.worker() as worker, contextlib.suppress(GrammarError):  # whoever needs it will hear of it
+            worker.start()
+
+    def shutdown(self) -> None:
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        with self._lock:
+            for worker in self.workers:
+                worker.end()
+
+
 class GrammarManager:
     """The grammars of one engine. Nothing native runs on the thread that calls, but for what takes microseconds."""
 
@@ -102,17 +154,19 @@ class GrammarManager:
         self._config = config
         self._vocabulary = vocabulary
         self.stats = GrammarStats()
-        self._options = WorkerOptions(
+        options = WorkerOptions(
             backend=config.backend,
             vocabulary=vocabulary,
             max_whitespace=config.max_whitespace,
             memory_bytes=config.compile_memory_bytes,
             timeout_s=config.compile_timeout_s,
+            is_for_large=False,
         )
         self._rows = np.zeros((max_num_seqs, vocabulary.num_mask_words), np.int32)
-        self._workers: list[Worker] = []
-        self._idle_workers: list[Worker] = []
-        self._compiling = ThreadPoolExecutor(MAX_PARALLEL_COMPILES, "kitfox-grammar", _make_way)
+        self._compilers = _Compilers(MAX_PARALLEL_COMPILES, options)
+        self._large_compilers = _Compilers(
+            MAX_PARALLEL_LARGE_COMPILES, msgspec.structs.replace(options, is_for_large=True)
+        )
         self._filling = ThreadPoolExecutor(1, "kitfox-masks")
         self._pending: dict[str, tuple[Constraint, Future[CompiledGrammar]]] = {}
         self._answers: dict[str, AnswerGrammar] = {}
@@ -120,11 +174,11 @@ class GrammarManager:
         self._limit_reached_at_s: dict[bytes, float] = {}  # when formats last took too long or too much memory
         self._cache: OrderedDict[bytes, Future[CompiledGrammar]] = OrderedDict()
         # All that takes its time begins now; the first request should not have to wait for it.
-        self._compiler: Future[GrammarCompiler] = self._compiling.submit(
+        self._compiler: Future[GrammarCompiler] = self._compilers.submit(
             make_grammar_compiler, config.backend, vocabulary, max_whitespace=config.max_whitespace
         )
-        self._retokenizer: Future[Retokenizer] = self._compiling.submit(Retokenizer, vocabulary)
-        self._compiling.submit(self._start_worker)
+        self._retokenizer: Future[Retokenizer] = self._compilers.submit(Retokenizer, vocabulary)
+        self._compilers.submit(self._compilers.start_worker)
 
     # ---- one request --------------------------------------------------------------------------------------------
 
@@ -193,7 +247,8 @@ class GrammarManager:
                 self.stats.num_cache_hits += 1
                 return known
             self._limit_reached_at_s.pop(format, None)
-            compiled = self._cache[format] = self._compiling.submit(self._compile, format)
+            compilers = self._large_compilers if len(format) > LARGE_FORMAT_BYTES else self._compilers
+            compiled = self._cache[format] = compilers.submit(self._compile, format, compilers)
         compiled.add_done_callback(lambda _: self._forget_oldest())
         return compiled
 
@@ -201,11 +256,11 @@ class GrammarManager:
         failed_at_s = self._limit_reached_at_s.get(format)
         return failed_at_s is not None and time.monotonic() - failed_at_s > RETRY_AFTER_S
 
-    def _compile(self, format: bytes) -> CompiledGrammar:
-        """On a thread of `_compiling`."""
+    def _compile(self, format: bytes, compilers: _Compilers) -> CompiledGrammar:
+        """On a thread of those."""
         started = time.monotonic()
         try:
-            with self._worker() as worker:
+            with compilers.worker() as worker:
                 notation = worker.compile(format)
             grammar = self._compiler.result().build(notation)
             self._retokenizer.result()
@@ -220,24 +275,6 @@ class GrammarManager:
         self.stats.num_compiled += 1
         self.stats.compile_time_s += time.monotonic() - started
         return grammar
-
-    @contextlib.contextmanager
-    def _worker(self) -> Iterator[Worker]:
-        """One that nobody else uses: the one used last, for it runs already."""
-        with self._lock:
-            if not self._idle_workers:
-                self._idle_workers.append(Worker(self._options))
-                self._workers.append(self._idle_workers[-1])
-            worker = self._idle_workers.pop()
-        try:
-            yield worker
-        finally:
-            with self._lock:
-                self._idle_workers.append(worker)
-
-    def _start_worker(self) -> None:
-        with self._worker() as worker, contextlib.suppress(GrammarError):  # whoever needs it will hear of it
-            worker.start()
 
     def _forget_oldest(self) -> None:
         with self._lock:
@@ -283,17 +320,6 @@ class GrammarManager:
 
     def shutdown(self) -> None:
         """End every process and thread; what is being compiled is given up."""
-        self._compiling.shutdown(wait=False, cancel_futures=True)
+        self._compilers.shutdown()
+        self._large_compilers.shutdown()
         self._filling.shutdown(wait=False, cancel_futures=True)
-        with self._lock:
-            for worker in self._workers:
-                worker.end()
-
-
-def _make_way() -> None:
-    """Have the calling thread give way to those that compute steps, where threads have priorities of their own."""
-    if hasattr(os, "setpriority") and hasattr(threading, "get_native_id"):
-        try:
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), COMPILER_NICENESS)
-        except OSError:
-            logger.debug("threads cannot be given a lower priority here")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import logging
 import os
 import signal
 import subprocess
@@ -23,7 +24,11 @@ from kitfox.constraint import Format, GrammarError
 from kitfox.structured_output.schema import check_format
 from kitfox.structured_output.vocabulary import Vocabulary
 
-COMPILER_NICENESS = 10  # a tenth of a core that steps want too: at 19 it would get a hundredth, and miss its deadline
+logger = logging.getLogger("kitfox.engine")
+
+NICENESS = 10  # a tenth of a core that steps want too: at 19 it would get a hundredth, and miss its deadline
+LARGE_FORMAT_BYTES = 32 * 1024  # as MessagePack; takes tens of milliseconds to compile
+LARGE_NICENESS = 15
 START_TIMEOUT_S = 60.0  # to import a backend and read the vocabulary; no request's fault, so no part of its deadline
 
 
@@ -33,6 +38,7 @@ class WorkerOptions(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         memory_bytes: what it may take beyond what it needs for itself.
         timeout_s: for a format. The other end says no; a worker whose other end is gone ends itself soon after.
+        is_for_large: whether what it compiles is over `LARGE_FORMAT_BYTES`.
     """
 
     backend: str
@@ -40,6 +46,7 @@ class WorkerOptions(msgspec.Struct, frozen=True, kw_only=True):
     max_whitespace: int
     memory_bytes: int
     timeout_s: float
+    is_for_large: bool
 
 
 class Verdict(msgspec.Struct, frozen=True, kw_only=True):
@@ -53,13 +60,13 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
 def run_worker(pipe: Connection) -> None:
     """Compile one format after another, until the other end is closed."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the front end's to handle
-    os.setpriority(os.PRIO_PROCESS, 0, COMPILER_NICENESS)
     gc.disable()  # until all is loaded: there is no garbage before
     import numpy as np
 
     from kitfox.structured_output.backends import make_grammar_compiler
 
     options = msgspec.msgpack.decode(pipe.recv_bytes(), type=WorkerOptions)
+    give_way(is_large=options.is_for_large)
 
     def send(verdict: Verdict) -> None:
         pipe.send_bytes(msgspec.msgpack.encode(verdict))
@@ -105,6 +112,22 @@ def run_worker(pipe: Connection) -> None:
             except MemoryError:
                 verdict = Verdict(problem="it takes too much memory to compile")
             set_alarm(0.0)
+
+
+def give_way(*, is_large: bool) -> None:
+    """Have the calling thread, and what it starts, give way to the threads that compute steps.
+
+    A core is given and taken in pieces of some milliseconds, whatever the share, and a step waits for the slowest of
+    its threads. What is large therefore stays on half of the cores: the others take over a step's work meanwhile.
+    """
+    try:
+        if sys.platform == "linux":  # where threads have priorities of their own
+            os.setpriority(os.PRIO_PROCESS, 0, LARGE_NICENESS if is_large else NICENESS)
+            if is_large:
+                cores = sorted(os.sched_getaffinity(0))
+                os.sched_setaffinity(0, cores[len(cores) // 2 :])
+    except OSError:
+        logger.debug("priorities are not to be had here")
 
 
 def _limit_memory(memory_bytes: int | None) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import time
 from collections.abc import Iterator
 
@@ -15,9 +16,11 @@ from kitfox.constraint import Constraint, Format, JsonSchema, Reasoning, Regex, 
 from kitfox.structured_output import manager as module
 from kitfox.structured_output.answer import AnswerGrammar
 from kitfox.structured_output.manager import GrammarManager, ToFill
+from kitfox.structured_output.worker import LARGE_FORMAT_BYTES
 from tests.structured_output.vocabularies import OTHER_ID, TOOL_ID, VOCABULARY
 
 SLOW = Regex(pattern="((a{0,300}){0,300}b){0,300}")  # small to write, large to compile
+LARGE = JsonSchema(schema={"const": "a" * LARGE_FORMAT_BYTES})
 NOTHING: frozenset[int] = frozenset()
 
 
@@ -86,6 +89,19 @@ class TestCompiling:
         finally:
             manager.shutdown()
 
+    @pytest.mark.skipif(sys.platform != "linux", reason="priorities and cores are Linux's")
+    def test_large_formats_have_workers_of_their_own_that_give_way_more(self, manager: GrammarManager) -> None:
+        assert decide(manager, choice(["a"]), LARGE) == ["", ""]
+        [small, *_], [large] = manager._compilers.workers, manager._large_compilers.workers
+        assert small._process is not None
+        assert large._process is not None
+        all_cores = os.sched_getaffinity(0)
+        assert os.sched_getaffinity(small._process.pid) == all_cores
+        assert len(os.sched_getaffinity(large._process.pid)) == (len(all_cores) + 1) // 2
+        niceness = [os.getpriority(os.PRIO_PROCESS, worker._process.pid) for worker in (small, large)]
+        assert niceness[0] < niceness[1]
+        assert os.sched_getaffinity(0) == all_cores, "who asks keeps all"
+
     def test_a_worker_that_dies_is_replaced(self, manager: GrammarManager) -> None:
         assert decide(manager, choice(["a"])) == [""]
         for child in psutil.Process(os.getpid()).children():
@@ -106,11 +122,12 @@ class TestCompiling:
 
     def test_a_shutdown_leaves_no_process(self) -> None:
         manager = GrammarManager(StructuredOutputConfig(), VOCABULARY, max_num_seqs=4)
-        decide(manager, choice(["a"]))
-        workers = [worker._process for worker in manager._workers]
-        assert workers
+        decide(manager, choice(["a"]), LARGE)
+        workers = [*manager._compilers.workers, *manager._large_compilers.workers]
+        processes = [worker._process for worker in workers]
+        assert len(processes) >= 2
         manager.shutdown()
-        assert all(process is None or process.poll() is not None for process in workers)
+        assert all(process is None or process.poll() is not None for process in processes)
 
     def test_a_forgotten_request_is_never_decided(self, manager: GrammarManager) -> None:
         manager.request("gone", Constraint(format=choice(["a"])))
