@@ -188,7 +188,8 @@ class StructuredOutputConfig:
 
     Attributes:
         backend: who compiles grammars; "auto" is llguidance, and xgrammar for what llguidance refuses.
-        compile_timeout_s: a grammar that takes longer to compile is refused.
+        compile_timeout_s: a grammar that takes longer to compile is refused; of processor time for large ones, which
+            have only the time that nobody else wants.
         compile_memory_bytes: likewise, for memory beyond what the compiler needs for itself.
         max_whitespace: most whitespace characters between two JSON tokens, where a request does not say; 0 is compact.
         jump_forward: append the tokens that a grammar forces without sampling them.

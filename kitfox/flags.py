@@ -1009,7 +1009,7 @@ FLAGS: tuple[Flag, ...] = (
         json_object,
     ),
     Flag(
-        "seconds that a grammar may take to compile; one that takes longer is refused",
+        "seconds that a grammar may take to compile (over 32 KiB: of processor time); one that takes longer is refused",
         FEATURES,
         "--grammar-timeout",
         "--grammar-timeout",

@@ -27,9 +27,9 @@ from kitfox.structured_output.vocabulary import Vocabulary
 logger = logging.getLogger("kitfox.engine")
 
 NICENESS = 10  # a tenth of a core that steps want too: at 19 it would get a hundredth, and miss its deadline
-LARGE_FORMAT_BYTES = 32 * 1024  # as MessagePack; takes tens of milliseconds to compile
-LARGE_NICENESS = 15
 START_TIMEOUT_S = 60.0  # to import a backend and read the vocabulary; no request's fault, so no part of its deadline
+LARGE_FORMAT_BYTES = 32 * 1024  # as MessagePack; takes tens of milliseconds to compile
+LARGE_PATIENCE = 10  # how many times the deadline may pass for what is computed only where nothing else would be
 
 
 class WorkerOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -37,7 +37,8 @@ class WorkerOptions(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         memory_bytes: what it may take beyond what it needs for itself.
-        timeout_s: for a format. The other end says no; a worker whose other end is gone ends itself soon after.
+        timeout_s: for a format, of processor time: the worker ends itself. Of all time that is the other end's to say,
+            and a worker whose other end is gone ends itself soon after.
         is_for_large: whether what it compiles is over `LARGE_FORMAT_BYTES`.
     """
 
@@ -47,6 +48,11 @@ class WorkerOptions(msgspec.Struct, frozen=True, kw_only=True):
     memory_bytes: int
     timeout_s: float
     is_for_large: bool
+
+    @property
+    def patience(self) -> int:
+        """How many times its timeouts may pass on the clock."""
+        return LARGE_PATIENCE if self.is_for_large else 1
 
 
 class Verdict(msgspec.Struct, frozen=True, kw_only=True):
@@ -72,7 +78,8 @@ def run_worker(pipe: Connection) -> None:
         pipe.send_bytes(msgspec.msgpack.encode(verdict))
 
     def set_alarm(timeout_s: float) -> None:
-        signal.setitimer(signal.ITIMER_REAL, timeout_s + 1.0 if timeout_s else 0.0)
+        signal.setitimer(signal.ITIMER_PROF, timeout_s)
+        signal.setitimer(signal.ITIMER_REAL, timeout_s * options.patience + 1.0 if timeout_s else 0.0)
 
     def keep_what_is_loaded() -> None:
         gc.enable()
@@ -118,14 +125,18 @@ def give_way(*, is_large: bool) -> None:
     """Have the calling thread, and what it starts, give way to the threads that compute steps.
 
     A core is given and taken in pieces of some milliseconds, whatever the share, and a step waits for the slowest of
-    its threads. What is large therefore stays on half of the cores: the others take over a step's work meanwhile.
+    its threads. What is small takes few of them, and gets them at once. What is large has those that nobody else wants,
+    and only half of the cores, for the kernel is not that exact: the other cores take over a step's work meanwhile.
     """
+    if sys.platform != "linux":
+        return  # threads have no priorities of their own
     try:
-        if sys.platform == "linux":  # where threads have priorities of their own
-            os.setpriority(os.PRIO_PROCESS, 0, LARGE_NICENESS if is_large else NICENESS)
-            if is_large:
-                cores = sorted(os.sched_getaffinity(0))
-                os.sched_setaffinity(0, cores[len(cores) // 2 :])
+        if is_large:
+            cores = sorted(os.sched_getaffinity(0))
+            os.sched_setaffinity(0, cores[len(cores) // 2 :])
+            os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+        else:
+            os.setpriority(os.PRIO_PROCESS, 0, NICENESS)
     except OSError:
         logger.debug("priorities are not to be had here")
 
@@ -167,6 +178,7 @@ class Worker:
                 with it.
         """
         self.start()
+        assert self._process is not None
         assert self._pipe is not None
         try:
             self._pipe.send_bytes(format)
@@ -174,12 +186,12 @@ class Worker:
             if verdict.is_loading:
                 self._verdict(START_TIMEOUT_S)
                 verdict = self._verdict(self._options.timeout_s)
-        except TimeoutError:
+        except (EOFError, OSError) as error:
+            process = self._process
             self._stop()
-            limit = f"it takes longer than {self._options.timeout_s:g} s to compile (--grammar-timeout)"
-            raise CompileLimitError(limit) from None
-        except (EOFError, OSError):
-            self._stop()
+            if isinstance(error, TimeoutError) or process.returncode == -signal.SIGPROF:
+                limit = f"it takes longer than {self._options.timeout_s:g} s to compile (--grammar-timeout)"
+                raise CompileLimitError(limit) from None
             raise CompileLimitError("it takes too much memory to compile, or crashes the compiler") from None
         if verdict.problem:
             raise GrammarError(verdict.problem)
@@ -215,7 +227,7 @@ class Worker:
     def _verdict(self, timeout_s: float) -> Verdict:
         """The next one; a TimeoutError if none comes in time."""
         assert self._pipe is not None
-        if not self._pipe.poll(timeout_s):
+        if not self._pipe.poll(timeout_s * self._options.patience):
             raise TimeoutError
         return msgspec.msgpack.decode(self._pipe.recv_bytes(), type=Verdict)
 

@@ -98,9 +98,18 @@ class TestCompiling:
         all_cores = os.sched_getaffinity(0)
         assert os.sched_getaffinity(small._process.pid) == all_cores
         assert len(os.sched_getaffinity(large._process.pid)) == (len(all_cores) + 1) // 2
-        niceness = [os.getpriority(os.PRIO_PROCESS, worker._process.pid) for worker in (small, large)]
-        assert niceness[0] < niceness[1]
+        assert os.sched_getscheduler(small._process.pid) == os.SCHED_OTHER
+        assert os.sched_getscheduler(large._process.pid) == os.SCHED_IDLE
         assert os.sched_getaffinity(0) == all_cores, "who asks keeps all"
+
+    def test_a_large_format_has_a_deadline_of_processor_time(self) -> None:
+        large = Regex(pattern=f"{SLOW.pattern}{'a' * LARGE_FORMAT_BYTES}")
+        manager = GrammarManager(StructuredOutputConfig(compile_timeout_s=0.02), VOCABULARY, max_num_seqs=4)
+        try:
+            [problem] = decide(manager, large)
+            assert "longer than 0.02 s to compile (--grammar-timeout)" in problem
+        finally:
+            manager.shutdown()
 
     def test_a_worker_that_dies_is_replaced(self, manager: GrammarManager) -> None:
         assert decide(manager, choice(["a"])) == [""]
