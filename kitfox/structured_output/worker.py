@@ -66,6 +66,7 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
 def run_worker(pipe: Connection) -> None:
     """Compile one format after another, until the other end is closed."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the front end's to handle
+    os.setpriority(os.PRIO_PROCESS, 0, NICENESS)
     gc.disable()  # until all is loaded: there is no garbage before
     import numpy as np
 
@@ -129,7 +130,7 @@ def give_way(*, is_large: bool) -> None:
     and only half of the cores, for the kernel is not that exact: the other cores take over a step's work meanwhile.
     """
     if sys.platform != "linux":
-        return  # threads have no priorities of their own
+        return  # there threads have no priorities of their own
     try:
         if is_large:
             cores = sorted(os.sched_getaffinity(0))
