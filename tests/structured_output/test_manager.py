@@ -104,10 +104,10 @@ class TestCompiling:
 
     def test_a_large_format_has_a_deadline_of_processor_time(self) -> None:
         large = Regex(pattern=f"{SLOW.pattern}{'a' * LARGE_FORMAT_BYTES}")
-        manager = GrammarManager(StructuredOutputConfig(compile_timeout_s=0.02), VOCABULARY, max_num_seqs=4)
+        manager = GrammarManager(StructuredOutputConfig(compile_timeout_s=0.002), VOCABULARY, max_num_seqs=4)
         try:
             [problem] = decide(manager, large)
-            assert "longer than 0.02 s to compile (--grammar-timeout)" in problem
+            assert "longer than 0.002 s to compile (--grammar-timeout)" in problem
         finally:
             manager.shutdown()
 
