@@ -137,6 +137,7 @@ def _measure(
             comparison.described,
             comparison.runs,
             plan,
+            workload,
             title=title,
             command=command,
             metric=arguments.metric,

@@ -23,6 +23,7 @@ def conclude(
     sides: Sequence[Side],
     runs: Sequence[Run],
     plan: Plan,
+    workload: Workload,
     *,
     title: str,
     command: str,
@@ -35,6 +36,7 @@ def conclude(
     """Sum up what was measured.
 
     Args:
+        workload: of the first repeat. It is not made again: that may take a server, and none runs any more.
         metric: the key of METRICS that decides; None takes the sweep's highest rate if there was one, goodput if there
             are objectives, and else output tokens per second.
         baseline: the side that all others are compared with; None compares all pairs.
@@ -42,7 +44,6 @@ def conclude(
     """
     whole = [run for run in runs if not run.partial]
     names = [side.name for side in sides]
-    workload = plan.workload(0)
     rates = {name: best_rates(whole, name, plan) for name in names} if plan.sweep is not None else {}
     decided_by = metric or (SWEEP if rates else "goodput_per_s" if plan.slo else "output_tokens_per_s")
     unit = _BEST_RATE if decided_by == SWEEP else METRICS[decided_by]

@@ -111,16 +111,16 @@ def test_sides_take_turns_with_the_same_prompts(tmp_path: Path, capsys: pytest.C
 
 
 def test_texts_are_counted_by_the_server_that_is_up(tmp_path: Path) -> None:
-    """Each turn has a server of its own, and the one that was asked first is gone."""
+    """Each turn has a server of its own, and the one that was asked first is gone; in the end all are."""
     file = tmp_path / "conversations.jsonl"
     file.write_text('{"messages": [{"role": "user", "content": "How old is the fox?"}]}\n' * 2)
     status = run_main(
         "compare", f"a=cmd:{FAKE}", f"b=cmd:{FAKE}", "--workload", f"jsonl:{file}", "--output-len", "4",
-        "--concurrency", "1", "--warm-up", "0", "--repeats", "2", "--output", str(tmp_path / "out"),
+        "--concurrency", "1", "--warm-up", "0", "--repeats", "3", "--output", str(tmp_path / "out"),
     )  # fmt: skip
     assert status == 0
     summary = json.loads((tmp_path / "out" / "summary.json").read_text())
-    assert len(summary["runs"]) == 4
+    assert len(summary["runs"]) == 6
     assert not summary["partial"]
 
 
